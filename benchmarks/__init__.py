@@ -1,1 +1,1 @@
-"""Measurements of recoup beside what else there is; see README.md."""
+"""Measurements of recoup versus other tools; see README.md."""

@@ -24,7 +24,7 @@ class Kernel:
         reads: Kernels whose results it takes, by number; -1 is the step's input.
         nbytes: The size of its result.
         saves: Kernels whose results autograd saves for it, itself included.
-        replayable: It can be run again.
+        replayable: It can be recomputed.
         workspace_bytes: What it takes while it runs.
         holdable: Its result may be held.
     """

@@ -137,10 +137,10 @@ def numbers(text: str) -> list[float]:
 
 
 def device_at_hand(*, threads: int | None = 1) -> torch.device:
-    """Return the accelerator, or else the processor.
+    """Return the accelerator, or else the CPU.
 
     Args:
-        threads: How many the processor may use then; None: all. A second one only adds
+        threads: How many the CPU may use then; None: all. A second one only adds
             noise where the question is the host's time.
     """
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -14,7 +14,7 @@ WIDE = Shape(layers=24, width=4096, heads=32, vocabulary=50304, context=1024)
 """5.2 billion parameters: twice the arithmetic of `LARGE` for every byte saved."""
 
 MEDIUM = Shape(layers=4, width=256, heads=4, vocabulary=1024, context=128)
-"""Small enough for a processor, large enough to look like a transformer."""
+"""Small enough for a CPU, large enough to look like a transformer."""
 
 TINY = Shape(layers=8, width=32, heads=2, vocabulary=64, context=8)
 """Operators so small that nearly all the time is the host's."""

@@ -1,4 +1,4 @@
-"""What others reach on the published traces: the figures to stand beside."""
+"""Published results on the published traces, for comparison."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Several processes with DistributedDataParallel, beside the same loop by hand.
+"""Several processes with DistributedDataParallel, compared with the same loop by hand.
 
 Run it with `torchrun --nproc-per-node 2 examples/distributed.py`; started with
 `python`, it runs in one process.

@@ -46,7 +46,7 @@ def run(*, enabled: bool) -> tuple[list[Tensor], dict[str, int]]:
         kibibytes = manager.scope_memory_bytes(name) / 1024
         print(f"  {name} holds {kibibytes:.0f} KiB for backward")
     nodes = manager.nodes
-    # What is inside layer1 and layer4 is computed again here. `retain_graph` only so
+    # What is inside layer1 and layer4 is recomputed here. `retain_graph` only so
     # that the regions can be asked afterwards.
     loss.backward(retain_graph=True)
     replays = {node.name: node.replay_count for node in nodes}

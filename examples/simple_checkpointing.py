@@ -22,7 +22,7 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def with_one_tensor_dropped(x: Tensor, weight: Tensor) -> Tensor:
-    """Keep everything but `z`, which is computed again in backward."""
+    """Keep everything but `z`, which backward recomputes."""
     with CheckpointScope("one tensor", use_recomputation=False):
         y = x @ weight
         z = checkpoint(torch.relu(y))

@@ -1,4 +1,4 @@
-"""What is each stage of the planner worth? Plans with all of them, and without one.
+"""The worth of each stage of the planner: plans with all of them, and without one.
 
     PYTHONPATH=src python3 -m benchmarks.cases.ablation [--models gpt2 u-net]
 
@@ -172,7 +172,7 @@ def cells(graph: Graph, shares: Sequence[float]) -> Iterator[tuple[str, Graph, i
     known = Search(graph, KEEP)
     least, most = known.floor_bytes, known.plain_bytes
     count = len(graph.operations)
-    # Seen beside an H200: recording takes three and replaying one and a half times as
+    # Measured with an H200: recording takes three and replaying one and a half times as
     # long as issuing an operator of forward, which is 1 / 2.5 of the step's issuing.
     each = 0.9 * graph.step_seconds / (2.5 * count)
     host_costs = HostCosts(0.9 * graph.step_seconds, 3 * each, 1.5 * each)

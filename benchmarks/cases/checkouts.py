@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device=torch.device("cpu"),
         settings={
             "other": options.against.name,
-            "times": f"least of {rounds} rounds in turns, processor time of the thread",
+            "times": f"least of {rounds} rounds in turns, CPU time of the thread",
             "model": "8 blocks of a GPT of width 32: a CPU's host time, no kernels'",
         },
         folder=options.out,

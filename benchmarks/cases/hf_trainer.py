@@ -134,7 +134,7 @@ def measure_model(
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     }
-    # Inductor takes minutes on a processor, where this only shows that it runs.
+    # Inductor takes minutes on a CPU, where this only shows that it runs.
     backend = "inductor" if device.type != "cpu" else "aot_eager"
     compiled = {"torch_compile": True, "torch_compile_backend": backend}
     plain = row("plain")

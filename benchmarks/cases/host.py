@@ -1,4 +1,4 @@
-"""What does recomputing whole layers cost the host, beside torch's own checkpointing?
+"""Host time of recomputing whole layers, versus torch's own checkpointing.
 
 Models of Hugging Face in a size in which kernels take no time: the step is the host's
 time alone, as it is on an accelerator that waits for launches. Every contender
@@ -145,7 +145,7 @@ class Steps:
         return self._model(**self._batch).loss
 
     def seconds(self) -> tuple[float, float]:
-        """Return the processor time of forward and of backward, without collections."""
+        """Return the CPU time of forward and of backward, without collections."""
         gc.collect(0)
         gc.disable()
         start = time.thread_time()
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows,
         device=torch.device("cpu"),
         settings={
-            "times": f"least of {rounds} rounds in turns, processor time of the thread",
+            "times": f"least of {rounds} rounds in turns, CPU time of the thread",
             "decision": "each layer is recomputed as a whole",
         },
         folder=options.out,

@@ -1,7 +1,7 @@
-"""What does a checkpointed loop cost, beside what others offer, in time and memory?
+"""Time and memory of a checkpointed loop, versus other tools.
 
-Four questions: a recurrence in torch beside torch.utils.checkpoint; a large state on
-the device; a scan in JAX beside equinox; a wave equation beside the adjoint of
+Four questions: a recurrence in torch versus torch.utils.checkpoint; a large state on
+the device; a scan in JAX versus equinox; a wave equation versus the adjoint of
 torchdiffeq. A contender whose package is missing is left out.
 """
 
@@ -201,7 +201,7 @@ def large_state_rows(device: torch.device, *, rounds: int) -> list[Row]:
 
 
 def jax_rows(device: torch.device, *, rounds: int) -> list[Row]:
-    """A scan in JAX beside equinox's checkpointed while loop, at equal slots."""
+    """A scan in JAX versus equinox's checkpointed while loop, at equal slots."""
     if importlib.util.find_spec("jax") is None:
         return []
     os.environ.setdefault("JAX_PLATFORMS", device.type)
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    # Loops as small as these measure the processor; an accelerator only waits.
+    # Loops as small as these measure the CPU; an accelerator only waits.
     processor = torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     for part in options.parts.split(","):

@@ -1,4 +1,4 @@
-"""What does a scope around every block cost, beside torch's own checkpointing?"""
+"""The cost of a scope around every block, versus torch's own checkpointing."""
 
 import argparse
 import multiprocessing

@@ -44,8 +44,11 @@ def together(
     *args: Any,
     count: int = 2,
     seconds: float = 90,
+    patience: float = 60,
 ) -> list[Any]:
     """Run `work(rank, *args)` in processes joined by gloo; return what each returned.
+
+    Gloo waits `patience` seconds for a process that does not answer.
 
     An exception that a process raises comes back in place of its result.
     """
@@ -55,7 +58,8 @@ def together(
     for rank in range(count):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_work, args=(work, rank, count, str(meeting), sender, args)
+            target=_work,
+            args=(work, rank, count, str(meeting), sender, patience, args),
         )
         process.start()
         sender.close()
@@ -86,6 +90,7 @@ def _work(
     count: int,
     meeting: str,
     sender: Any,
+    patience: float,
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
@@ -94,7 +99,7 @@ def _work(
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=count,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=patience),
     )
     try:
         result = work(rank, *args)

@@ -177,10 +177,9 @@ def test_when_one_process_runs_out_of_memory_all_split_their_batches(tmp_path):
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_when_one_process_fails_the_other_does_not_wait(tmp_path, kind, at):
-    first, second = together(cases.fail, tmp_path, kind, at)
-    assert second == ENDED
-    assert first["error"] == "PeerError"
-    assert first["seconds"] < 20
+    # A process that waited for the other until gloo gives up would end as hanging.
+    first, second = together(cases.fail, tmp_path, kind, at, patience=600)
+    assert (first, second) == ("PeerError", ENDED)
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])

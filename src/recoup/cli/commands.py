@@ -18,6 +18,7 @@ from recoup.cli.output_files import (
     write_whole,
 )
 from recoup.core.device_figures import figures_of
+from recoup.core.display import table as table_of
 from recoup.core.units import parse_budget, print_bytes, print_seconds
 from recoup.core.version import VERSION
 from recoup.errors import InfeasibleError, UsageError
@@ -273,7 +274,6 @@ def measure(
         estimate_words,
         timeline_text,
     )
-    from recoup.report.texts import table as table_of
     from recoup.report.timeline import timeline
 
     loaded = load_target(target, dry=dry)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from recoup.backend.memory.streams import link_bytes_per_second
+from recoup.core.display import table
 from recoup.core.units import print_bytes
 from recoup.engine.scopes.function import checkpoint
 from recoup.fitting.collected_findings import device_words, environment
-from recoup.report.texts import table
 
 _OPTIONAL = ("numpy", "scipy", "jax", "autograd", "tensorboard", "transformers")
 

@@ -86,7 +86,8 @@ def print_verdict(verdict_of: "Findings | str", good: str = "-") -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from recoup.report.texts import WIDTH, fits_words, verdict
+    from recoup.core.display import WIDTH
+    from recoup.report.texts import fits_words, verdict
 
     if not isinstance(verdict_of, str):
         peak_bytes = verdict_of.measured_peak_bytes or verdict_of.plan.peak_bytes

@@ -1,11 +1,50 @@
-"""Results in a notebook: text, and the memory of a step as a small curve."""
+"""Results as text: tables for a terminal; for a notebook HTML with a small curve."""
 
 from collections.abc import Sequence
 from html import escape
 
 from recoup.core.units import print_bytes
 
+WIDTH = 80
+"""The minimum number of columns of a terminal."""
+
+_LEAST_NAME = 16
 _WIDTH, _HEIGHT = 720, 96
+
+
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, ruled: bool = True
+) -> str:
+    """Return rows in columns; all but the first column are right-aligned.
+
+    Long cells of the first column are shortened if the table is too wide.
+
+    Examples:
+        >>> print(table(["block", "saved"], [["h.0", "12 B"], ["h.10", "1 B"]]))
+        block  saved
+        -----  -----
+        h.0     12 B
+        h.10     1 B
+    """
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    if over > 0:
+        widths[0] = max(min(_LEAST_NAME, widths[0]), widths[0] - over)
+    rules = [["-" * width for width in widths]] * ruled
+    lines: list[str] = []
+    for name, *cells in (headings, *rules, *rows):
+        padded = [c.rjust(w) for c, w in zip(cells, widths[1:], strict=True)]
+        first = _shortened(name, widths[0]).ljust(widths[0])
+        lines.append("  ".join([first, *padded]).rstrip())
+    return "\n".join(lines)
+
+
+def _shortened(cell: str, width: int) -> str:
+    """Return a cell that fits; three dots replace its middle."""
+    if len(cell) <= width:
+        return cell
+    head = (width - 3) // 2
+    return f"{cell[:head]}...{cell[len(cell) - (width - 3 - head) :]}"
 
 
 def as_html(text: str, bytes_at: Sequence[int] = ()) -> str:

@@ -282,7 +282,7 @@ def _add_call(graph: Graph, segment: Segment, total: Footprint) -> None:
 
 
 class _OwnClaims(NamedTuple):
-    """What autograd saves in a region, outside its inner regions.
+    """The values that autograd saves in a region, outside its inner regions.
 
     Attributes:
         claims: The claims on the region.
@@ -297,7 +297,7 @@ class _OwnClaims(NamedTuple):
 
 
 def _own_claims(graph: Graph, region: _Region) -> _OwnClaims:
-    """Return what autograd saves in a region; cached for regions without inner ones."""
+    """Return the saved values of a region; cached for those without inner ones."""
     segment, depth = region
     key = segment.start, segment.stop, depth > 0
     if not segment.inner and key in graph.known_claims:

@@ -9,14 +9,14 @@ from operator import call
 from typing import Any, Protocol
 
 
-class _Thread(threading.local):
+class _Entered(threading.local):
     """State to restore on this thread, outermost first."""
 
     def __init__(self) -> None:
         self.entered: list[weakref.ref[restoring]] = []
 
 
-_THREAD = _Thread()
+_THREAD = _Entered()
 
 
 class restoring:  # noqa: N801 (used as a verb: `with restoring(...):`)

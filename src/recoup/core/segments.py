@@ -110,11 +110,18 @@ def _parts(graph: Graph, segment: Segment) -> Iterator[Segment]:
         start, stop = numbers[0], numbers[-1]
         if start == stop:
             continue
-        inside = graph.operations_between(start, stop)
-        actions = {
-            value: action
-            for value, action in segment.actions.items()
-            if graph.values[value].producer in inside
-        }
         mine = tuple(s for s in inner if start <= s.start and s.stop <= stop)
-        yield Segment(start, stop, actions, mine)
+        yield part_of(graph, segment, (start, stop), mine)
+
+
+def part_of(
+    graph: Graph, segment: Segment, interval: Interval, inner: tuple[Segment, ...] = ()
+) -> Segment:
+    """Return a segment on part of another, with its actions on values made there."""
+    inside = graph.operations_between(*interval)
+    actions = {
+        value: action
+        for value, action in segment.actions.items()
+        if graph.values[value].producer in inside
+    }
+    return Segment(*interval, actions, inner)

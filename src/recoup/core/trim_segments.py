@@ -14,6 +14,7 @@ from recoup.core.segments import (
     Action,
     Interval,
     Segment,
+    part_of,
     recorded_operators,
 )
 
@@ -44,7 +45,7 @@ def narrowed(graph: Graph, segment: Segment) -> tuple[Segment, ...]:
             before, until = intervals.pop()
             start, stop = before, max(until, stop)
         intervals.append((start, stop))
-    return tuple(_part(graph, segment, *interval) for interval in intervals)
+    return tuple(part_of(graph, segment, interval) for interval in intervals)
 
 
 def recorded_narrowly(graph: Graph, segment: Segment, found: Footprint) -> int:
@@ -99,16 +100,6 @@ def _touch(graph: Graph, stop: int, start: int) -> bool:
     places = graph.boundaries
     between = places[start].operation - places[stop].operation
     return start < stop or between <= _WORTH
-
-
-def _part(graph: Graph, segment: Segment, start: int, stop: int) -> Segment:
-    inside = graph.operations_between(start, stop)
-    actions = {
-        value: action
-        for value, action in segment.actions.items()
-        if graph.values[value].producer in inside
-    }
-    return Segment(start, stop, actions)
 
 
 def without_idle_actions(graph: Graph, segment: Segment) -> Segment:

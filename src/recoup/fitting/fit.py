@@ -443,7 +443,7 @@ def _executors(
     return ("inductor", "exact") if is_compiled(model) else ("inductor", "exact", False)
 
 
-def _fitted(  # noqa: PLR0913 (what the step and the budget are)
+def _fitted(  # noqa: PLR0913 (the step and the budget)
     described: TrainingStep,
     budget: Budget,
     optimizers: Sequence[Optimizer],
@@ -482,15 +482,15 @@ def _fitted(  # noqa: PLR0913 (what the step and the budget are)
                 }
             )
         except InfeasibleError as error:
-            told = in_units_of(error, budget, plain_bytes)
-            told.page = partial(
+            reworded = in_units_of(error, budget, plain_bytes)
+            reworded.page = partial(
                 _infeasible_page,
                 described.model,
                 loop.search,
                 asked_bytes,
                 loop.reserved_bytes,
             )
-            raise told from None
+            raise reworded from None
 
 
 def _infeasible_page(

@@ -228,7 +228,7 @@ def _largest_checked(
         except InfeasibleError as error:
             if size == 1:
                 raise
-            # What a real step takes beyond its prediction is left free.
+            # Room for the bytes of a real step beyond its prediction.
             sizes.leave_free(error.floor_bytes - allowed_bytes)
         else:
             found = _slowdown_of(report)
@@ -289,7 +289,7 @@ def check_slowdown(slowdown: float | None) -> None:
 
 
 class _Sizes:
-    """Measured sizes, and what they say of others.
+    """Measured sizes, and predictions for others.
 
     Attributes:
         graphs: The steps that were measured, by size.

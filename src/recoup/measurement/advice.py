@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recoup.backend.autograd.saved_tensors import is_parameter
 from recoup.backend.memory.ledger import StorageLedger
+from recoup.core.display import table
 from recoup.core.restoring import restoring
 from recoup.core.units import print_bytes
 from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
@@ -52,14 +53,11 @@ class Advice:
     suggestions: tuple[Suggestion, ...]
 
     def __str__(self) -> str:
-        width = max(len("module"), *(len(s.name) for s in self.suggestions), 0)
-        lines = [f"{'module':{width}}  {'saves':>10}  {'recomputes':>14}"]
-        lines += [
-            f"{s.name:{width}}  {print_bytes(s.saved_bytes):>10}  "
-            f"{s.replay_flops / 1e6:>9.1f} MFLOP"
+        rows = [
+            (s.name, print_bytes(s.saved_bytes), f"{s.replay_flops / 1e6:.1f} MFLOP")
             for s in self.suggestions
         ]
-        return "\n".join(lines)
+        return table(("module", "saves", "recomputes"), rows, ruled=False)
 
 
 def suggest(model: nn.Module, *args: Any, **kwargs: Any) -> Advice:
@@ -120,7 +118,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Watcher:
-    """Counts what autograd would have saved in each region."""
+    """Counts the bytes that autograd would have saved in each region."""
 
     def __init__(self) -> None:
         self.found: list[Watched] = []

@@ -466,7 +466,7 @@ class IntervalOptions:
         use = Spans(nbytes, first, last, first).at_each(
             interval.rows, np.concatenate([owners, added]), len(options)
         )
-        # What is read after the interval, or held, and not in use in any case.
+        # Values read after the interval, or held, and not in use in any case.
         crossing = np.zeros(len(sizes), dtype=np.bool_)
         crossing[list(interval.crossing_storages)] = True
         kept_bytes = int(sizes[crossing & (dies < half)].sum())

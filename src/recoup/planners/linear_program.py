@@ -334,7 +334,7 @@ class Programme:
                 uses[number] = np.concatenate([uses[number], spans.at(new)])
 
     def relaxed(self, budget_bytes: int) -> Relaxation | None:
-        """Return the best mixture that fits; None if there is none."""
+        """Return the optimum of the relaxation; None if nothing fits."""
         found = None
         for _ in range(_ROUNDS):
             found = self._solve_mixture(budget_bytes)

@@ -35,7 +35,7 @@ def refine(
     around = kept_around(graph, [(s.start, s.stop) for s in segments])
     refiner = _Refiner(graph, MemoryUse(graph, [around]), budget_bytes)
     options = [nested(graph, segment) for segment in segments]
-    if not _Room(refiner, options).is_enough:
+    if not _FreeBytes(refiner, options).is_enough:
         return tuple(segments)
     options = refiner.filled(options)
     for number, value in refiner.held(options)[: _SWAPS if swaps else 0]:
@@ -80,7 +80,7 @@ class _Refiner:
         """
         tried = 0
         found = True
-        room = _Room(self, options)
+        room = _FreeBytes(self, options)
         while found and (most is None or tried < most):
             found = False
             for more, number in self.recomputed(options):
@@ -92,7 +92,7 @@ class _Refiner:
                 trial = self.replaced(options, number, keep=more.values)
                 if trial[number].seconds >= options[number].seconds:
                     continue
-                left = _Room(self, trial)
+                left = _FreeBytes(self, trial)
                 if left.is_enough:
                     options, room, found = trial, left, True
         return options
@@ -170,7 +170,7 @@ class _Refiner:
         return [(number, value) for _, number, value in sorted(found)]
 
 
-class _Room:
+class _FreeBytes:
     """The unused bytes of the budget at each moment, with some options.
 
     Attributes:

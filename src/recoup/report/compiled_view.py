@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from recoup.core.compiled_plan import CompiledPlan
+from recoup.core.display import table
 from recoup.core.graph import Graph, module_paths, next_needed
 from recoup.core.simulation import simulate
 from recoup.core.units import print_bytes, print_seconds
@@ -20,7 +21,6 @@ from recoup.report.findings import (
     Signed,
     Step,
 )
-from recoup.report.texts import table
 
 _HELD, _RUNNING, _WORKSPACE = map(CATEGORIES.index, ("held", "running", "workspace"))
 _OUTSIDE = "outside the blocks"

@@ -12,7 +12,9 @@ from jinja2 import Environment, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from recoup.core.units import print_bytes, print_seconds
-from recoup.report.charts import frontier_chart, memory_chart, opacities
+from recoup.report import charts
+from recoup.report.charts import memory_chart, opacities
+from recoup.report.drawing import Picture
 from recoup.report.findings import Baseline, Findings, to_json
 from recoup.report.modules import block_rows
 from recoup.report.texts import (
@@ -52,8 +54,8 @@ def page(findings: Findings) -> str:
             f"The smallest budget that can be met is {floor_words(findings)}. "
             f"{estimate_words(findings.estimated_for)}"
         ).strip(),
-        frontier=Markup(frontier_chart(findings).svg()),
-        memory=Markup(memory_chart(findings).svg()),
+        charts=charts,
+        svg=_svg,
         legend=[
             (layer.name, layer.category, opacity)
             for layer, opacity in zip(
@@ -124,17 +126,18 @@ def _numbers(findings: Findings) -> list[tuple[str, ...]]:
     return rows
 
 
+def _svg(picture: Picture) -> Markup:
+    return Markup(picture.svg())
+
+
 def _file(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
 @cache
-def _environment() -> Environment:
-    return Environment(
+def _template(name: str) -> Any:
+    environment = Environment(
         autoescape=select_autoescape(default=True, default_for_string=True),
         undefined=StrictUndefined,
     )
-
-
-def _template(name: str) -> Any:
-    return _environment().from_string(_file(name))
+    return environment.from_string(_file(name))

@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import Any
 
 from recoup.core.compiled_plan import COMPILED_PLANS, CompiledPlan
+from recoup.core.display import WIDTH
 from recoup.core.plan import Place, Plan, Span
 from recoup.core.units import print_bytes, print_seconds
-from recoup.report.texts import WIDTH
 
 
 def plan_text(plan: Plan | CompiledPlan) -> str:

@@ -4,44 +4,13 @@ import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 
+from recoup.core.display import WIDTH, table
 from recoup.core.units import print_bytes, print_seconds
 from recoup.report.findings import Baseline, Entry, Findings, PlanView, Step
 from recoup.report.modules import block_rows
 from recoup.report.timeline import Timeline, timeline
 
-WIDTH = 80
-"""The minimum number of columns of a terminal."""
-
 _BARS = " ▁▂▃▄▅▆▇█"
-_LEAST_NAME = 16
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows in columns; all but the first column are right-aligned.
-
-    Long cells of the first column are shortened if the table is too wide.
-
-    Examples:
-        >>> print(table(["block", "saved"], [["h.0", "12 B"], ["h.10", "1 B"]]))
-        block  saved
-        -----  -----
-        h.0     12 B
-        h.10     1 B
-    """
-    columns = list(zip(headings, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-    if over > 0:
-        widths[0] = max(min(_LEAST_NAME, widths[0]), widths[0] - over)
-    rule = ["-" * width for width in widths]
-    lines: list[str] = []
-    for row in (headings, rule, *rows):
-        cells = [
-            _shortened(cell, width).ljust(width) if number == 0 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def verdict(findings: Findings) -> str:
@@ -388,11 +357,3 @@ def _contender(entry: Entry, base: Entry | None, notes: Sequence[str]) -> list[s
         "-" if entry is base else slower_words(entry.seconds, base.seconds or 0.0),
         same,
     ]
-
-
-def _shortened(cell: str, width: int) -> str:
-    """Return a cell that fits; three dots replace its middle."""
-    if len(cell) <= width:
-        return cell
-    head = (width - 3) // 2
-    return f"{cell[:head]}...{cell[len(cell) - (width - 3 - head) :]}"

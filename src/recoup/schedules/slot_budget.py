@@ -37,11 +37,7 @@ def fit_budget(
     """
     require_at_least(0, steps=steps, budget_bytes=budget_bytes)
     require_at_least(0, state_bytes=state_bytes, tape_bytes=tape_bytes)
-    if budget_bytes < tape_bytes:
-        raise UsageError(
-            f"a budget of {print_bytes(budget_bytes)} does not hold the tape of one "
-            f"step, which takes {print_bytes(tape_bytes)}; raise the budget."
-        )
+    require_tape(budget_bytes, tape_bytes)
     found = [
         Chunked(steps, slots=1 + left // max(state_bytes, 1), chunk=chunk)
         for chunk in _chunks(steps)
@@ -49,6 +45,15 @@ def fit_budget(
     ]
     # On ties the shorter tape: it uses less of the budget.
     return min(found, key=lambda schedule: (schedule.counts().advances, schedule.chunk))
+
+
+def require_tape(budget_bytes: int, tape_bytes: int) -> None:
+    """Raise `UsageError` if the tape of one step does not fit in a budget."""
+    if budget_bytes < tape_bytes:
+        raise UsageError(
+            f"a budget of {print_bytes(budget_bytes)} does not hold the tape of one "
+            f"step, which takes {print_bytes(tape_bytes)}; raise the budget."
+        )
 
 
 def _chunks(steps: int) -> Iterator[int]:

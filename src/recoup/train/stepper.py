@@ -1,4 +1,4 @@
-"""One training step: forward, backward, update, and its undoing if it is skipped."""
+"""One training step: forward, backward, update; a skipped step restores its state."""
 
 import time
 from collections.abc import Callable, Sequence

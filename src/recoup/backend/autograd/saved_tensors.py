@@ -76,7 +76,7 @@ class Follower(Protocol):
         ...
 
 
-class _Ending:
+class _BackwardEnd:
     """Calls a follower at the end of a backward without keeping it alive."""
 
     _follower: Callable[[], Follower | None] = staticmethod(lambda: None)
@@ -97,7 +97,7 @@ class _Ending:
 
 def follow_backward(follower: Follower) -> None:
     """Notify the follower when the running backward ends, also if it raises."""
-    at_end_of_backward(_Ending(follower, current_backward()))
+    at_end_of_backward(_BackwardEnd(follower, current_backward()))
 
 
 class below_autograd:  # noqa: N801 (used as a verb: `with below_autograd():`)

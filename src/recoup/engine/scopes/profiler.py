@@ -45,7 +45,7 @@ Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
 
-class _Thread(threading.local):
+class _Profilers(threading.local):
     """The active profilers of this thread.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Thread(threading.local):
     profilers = 0
 
 
-_THREAD = _Thread()
+_THREAD = _Profilers()
 
 
 class _OnClassToo(Generic[Parameters, Returned]):

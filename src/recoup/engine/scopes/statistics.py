@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from recoup.core.display import table
 from recoup.core.units import print_bytes
 
 if TYPE_CHECKING:
@@ -135,28 +136,18 @@ class StatisticsTable:
         return [[show(row) for show in _COLUMNS.values()] for row in shown]
 
     def __str__(self) -> str:
-        lines = [list(_COLUMNS), *self._cells()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        first = [f"{line[0]:<{widths[0]}}" for line in lines]
-        others = [
-            "".join(
-                f"  {cell:>{width}}"
-                for cell, width in zip(line[1:], widths[1:], strict=True)
-            )
-            for line in lines
-        ]
-        return "\n".join(map("".join, zip(first, others, strict=True)))
+        return table(list(_COLUMNS), self._cells(), ruled=False)
 
     def __rich__(self) -> Any:
         """Return the table for rich."""
         from rich.table import Table
 
-        table = Table()
+        found = Table()
         for name in _COLUMNS:
-            table.add_column(name, justify="left" if name == "region" else "right")
+            found.add_column(name, justify="left" if name == "region" else "right")
         for cells in self._cells():
-            table.add_row(*cells)
-        return table
+            found.add_row(*cells)
+        return found
 
 
 class Accounts:

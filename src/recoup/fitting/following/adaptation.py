@@ -40,14 +40,14 @@ class Adapted:
         allow: Actions allowed on a value besides recomputing it.
         verify: As for `CheckpointScope`.
         reserved_bytes: Part of the user's budget that the plan's does not contain.
-        is_fixed: All calls get this plan; warn only of what the training loop keeps.
+        is_fixed: All calls get this plan; warn only of memory that the loop keeps.
 
     Attributes:
         plan: The plan for the measured step.
         parts: The plan of each pass, in the order of `Plan.parts`.
     """
 
-    def __init__(  # noqa: PLR0913 (what a plan is applied for)
+    def __init__(  # noqa: PLR0913 (the step and its plan)
         self,
         model: nn.Module,
         graph: Graph,
@@ -161,7 +161,7 @@ class Adapted:
             metered = disorder.meter(reason, whole, (args, kwargs), is_alone=is_alone)
         is_known = disorder is not None and not disorder.is_open
         if reason and metered is None and not is_known:
-            # Noticed in the middle of a step: what it takes can only be predicted.
+            # Noticed in the middle of a step: its peak can only be predicted.
             others = [part for part in self.parts if part is not chosen]
             held_bytes = sum(part.open_bytes() for part in others)
             chosen.say_predicted(reason, held_bytes)
@@ -174,7 +174,7 @@ def _first_step(
     model: nn.Module,
     found: Sequence[tuple[str, Tensor]],
 ) -> LiveStep | None:
-    """Return what meters the first step after `fit`, if an allocator counts by itself.
+    """Return the meter of the first step after `fit`, if an allocator counts.
 
     Later ones are not compared with the budget: an optimizer has made its state since.
     """
@@ -196,7 +196,7 @@ def watched_loop(
     reserved_bytes: int,
     rest: Plan | None = None,
 ) -> Adapted | None:
-    """Watch what the training loop of a model with compiled blocks keeps.
+    """Watch the memory that the loop of a model with compiled blocks keeps.
 
     Args:
         model: The model.
@@ -204,7 +204,7 @@ def watched_loop(
         graph: The eager step, as it was measured.
         budget_bytes: The budget, without the reserved bytes.
         reserved_bytes: Part of the user's budget that is reserved.
-        rest: The plan of what is in no compiled block, which is applied with it.
+        rest: The plan of code in no compiled block, applied with it.
 
     Returns:
         What watches it; None: its passes were not those of the eager step.
@@ -261,7 +261,7 @@ class _Disorder:
         """Return what counts the bytes of the step that a call is in.
 
         Args:
-            reason: In words, what is not as in the measured step; empty: nothing.
+            reason: The difference from the measured step, in words; empty: none.
             model: The model.
             arguments: Its arguments.
             is_alone: No call waits for its backward.

@@ -1,7 +1,7 @@
 """The plan of one pass of a step, and plans for calls that are not the measured one.
 
 The plan was made for one step. A call of another size, or of a model in another state,
-is another step: it gets a plan of its own, and what it needs is compared with the
+is another step: it gets a plan of its own, and its peak is compared with the
 budget. The first call of another size is traced, a step in another state is metered,
 and one that trains more parameters is observed: its graph is another one.
 """
@@ -80,7 +80,7 @@ class AdaptedPass:
     Attributes:
         unmeasured: The paths of blocks that did not run in the measured step.
         unseen_bytes: Bytes that the measured step counts and a meter does not.
-        first: Returns what meters the step of the next call; None: nothing.
+        first: Returns the meter of the step of the next call; None: no meter.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class AdaptedPass:
         self.adopt(made)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: it has another model, and no open calls."""
+        """Return the state of a copy, which has another model and no open calls."""
         return {**vars(self), "_reader": None, "_observed": None}
 
     def tighten(self) -> bool:
@@ -166,7 +166,7 @@ class AdaptedPass:
             other.stop()
 
     def share(self, earlier: EarlierOutputs, said: set[str]) -> None:
-        """Share with other passes of the step outputs, and what was warned of."""
+        """Share outputs and the warnings given so far with other passes of the step."""
         self._loop.earlier = earlier
         self._warnings.said = said
 
@@ -250,7 +250,7 @@ class AdaptedPass:
         *,
         is_alone: bool,
     ) -> LiveStep | None:
-        """Return what counts the bytes of the step that begins with a call."""
+        """Return the meter of the step that begins with a call."""
         running = self._meter.running(case.group)
         if running is not None:
             return running
@@ -328,7 +328,7 @@ class AdaptedPass:
         self._others[case.state.trained] = other
 
     def say_outside(self, name: str) -> None:
-        """Warn of a call of a module outside of calls of what was fitted."""
+        """Warn of a call of a module outside of calls of the fitted models."""
         self._warnings.say_outside(name, self._graph)
 
     def say_difference(self, reason: str, peak_bytes: int) -> int:
@@ -347,10 +347,10 @@ class AdaptedPass:
         self.adopt(self._replanned(self._graph, target_bytes)[0])
 
     def metered(self, case: CallCase, plan: Plan, peak_bytes: int) -> None:
-        """Compare what a step took, with this plan, with the prediction and the budget.
+        """Compare the peak of a step with this plan with prediction and budget.
 
-        The first step in another state runs with the smallest plan. What it takes
-        beyond the prediction, in proportion, is what any other plan is expected to.
+        The first step in another state runs with the smallest plan. Any other plan is
+        expected to exceed its prediction in the same proportion.
         One that exceeds the budget is planned again, and metered again.
         """
         group = case.group
@@ -387,7 +387,7 @@ class AdaptedPass:
         return state
 
     def _case(self, key: CallKey, nbytes: int, state: ModelState) -> CallCase:
-        """Return what is known of calls of a kind that has not occurred before."""
+        """Return the case of a kind of calls that has not occurred before."""
         same = [n for n, one in enumerate(self._measured) if one.key == key]
         paths = {path for path, _, _ in key}
         alike = same or [
@@ -437,7 +437,7 @@ class AdaptedPass:
         return group.plan
 
     def _plan_group(self, case: CallCase, target_bytes: int | None = None) -> None:
-        """Plan all sizes of a group for a peak, by default what the budget leaves."""
+        """Plan all sizes of a group for a peak, by default the rest of the budget."""
         group = case.group
         step = self._steps.step_of(group.size, case)
         if target_bytes is None:
@@ -532,7 +532,7 @@ class AdaptedPass:
         self._warnings.say_order(names, simulate(step, begun).peak_bytes)
 
     def open_bytes(self, used: Sequence[Segment] = ()) -> int:
-        """Return what calls before their backward hold, by default without regions."""
+        """Return the bytes that open calls hold, by default without regions."""
         times = self.plan.model_calls
         calls = map(self._graph.operations_of_call, range(times))
         held_bytes = sum(live_after(self._graph, used, each) for each in calls)
@@ -544,7 +544,7 @@ class AdaptedPass:
         self._warnings.say_difference([reason], peak_bytes + held_bytes)
 
     def _say_if_open(self) -> None:
-        """Warn of a call whose memory adds to that of calls before it."""
+        """Warn of a call whose memory adds to that of open calls."""
         times = self.plan.model_calls
         if self._loop.open_calls() >= times and "open" not in self._warnings.said:
             held_bytes = self.open_bytes(segments_of(self._graph, self.plan) or ())
@@ -553,7 +553,7 @@ class AdaptedPass:
     def _check_kept(
         self, case: CallCase | None, plan: Plan, kept: LoopKept
     ) -> int | None:
-        """Return the room beside what the training loop keeps; warn if none is left."""
+        """Return the room that the training loop leaves; warn if it leaves none."""
         step, used, excess_bytes = self._graph, segments_of(self._graph, plan), 0
         if case is not None:
             step, used = self._steps.step_of(case.size, case), self._segments_of(case)

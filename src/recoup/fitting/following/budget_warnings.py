@@ -128,7 +128,7 @@ class BudgetWarnings:
         kept: LoopKept,
         excess_bytes: int = 0,
     ) -> int | None:
-        """Warn if a step does not fit because of what the training loop keeps.
+        """Warn if a step does not fit because of memory that the training loop keeps.
 
         Returns:
             The bytes that are left in the budget; None: a warning was given, now or

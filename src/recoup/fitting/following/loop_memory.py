@@ -22,7 +22,7 @@ _MOST_CHECKED = 256
 
 
 def reasons_of(kept: LoopKept) -> dict[str, str]:
-    """Return in words what a loop keeps, by kind."""
+    """Return the memory that a loop keeps in words, by kind."""
     found: dict[str, str] = {}
     gradient_bytes = max(sum(part.gradients.values()) for part in kept)
     other_bytes = max(part.other_bytes for part in kept)
@@ -71,7 +71,7 @@ class EarlierOutputs:
         self.watches: dict[int, StorageWatch] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: it has made no outputs."""
+        """Return the state of a copy, which has made no outputs."""
         return {"watches": {}}
 
     def add(self, outputs: Iterable[StorageWatch]) -> None:
@@ -91,7 +91,7 @@ class EarlierOutputs:
 
 
 class LoopMemory:
-    """What the training loop keeps from call to call, seen at the start of backward.
+    """The memory that the training loop keeps, seen at the start of backward.
 
     While `recoup.fit` measures, it learns which outputs the measured step keeps. From
     `finish_measuring` on it reports other kept memory. In each step it looks at
@@ -119,7 +119,7 @@ class LoopMemory:
         self._checked: dict[object, tuple[Plan, _Bytes | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: it has no open calls."""
+        """Return the state of a copy, which has no open calls."""
         state: dict[str, Any] = {**vars(self), "_checked": {}}
         del state["_open"]
         return state
@@ -129,7 +129,7 @@ class LoopMemory:
         vars(self).update(state, _open=WeakValueDictionary())
 
     def finish_measuring(self) -> None:
-        """Report from now on what the measured step did not keep."""
+        """Report from now on memory that the measured step did not keep."""
         self._is_measuring = False
         self.earlier.clear()
 
@@ -177,7 +177,7 @@ class LoopMemory:
             node.register_hook(call.arrive)
 
     def backward_began(self, call: "_Call") -> None:
-        """Look at what the loop keeps, once in each backward."""
+        """Check the memory that the loop keeps, once in each backward."""
         calls = self._calls_of(call.thread)
         if self._open.pop(call.number, None) is None:
             return
@@ -214,7 +214,7 @@ class LoopMemory:
         self._compare(call, first.carried, kept)
 
     def _compare(self, call: "_Call", carried: int, kept: "_Bytes") -> None:
-        """Compare what the loop keeps with the budget, unless it is known to fit."""
+        """Compare the loop's memory with the budget, unless it is known to fit."""
         assert call.reader is not None, "there is none before the first call"
         carries = call.reader.carries_gradients()
         if not (carried or carries or any(kept)):
@@ -285,7 +285,7 @@ def _kept(
 class _Call:
     """A call of the model whose backward is to come; the graph keeps it alive."""
 
-    def __init__(  # noqa: PLR0913 (what is known of a call)
+    def __init__(  # noqa: PLR0913 (the properties of a call)
         self,
         memory: LoopMemory,
         number: int,

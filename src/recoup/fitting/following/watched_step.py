@@ -58,7 +58,7 @@ class StepMeter:
         *,
         kind: object = None,
     ) -> LiveStep | None:
-        """Return what is to meter the step that begins now; None: it is impossible."""
+        """Return the meter of the step that begins now; None: it is impossible."""
         if not self.stop() or not LiveStep.is_possible():
             return None
         self._kind = kind

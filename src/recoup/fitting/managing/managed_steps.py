@@ -81,7 +81,7 @@ class CallKind:
 
 @dataclass(frozen=True, slots=True)
 class ManagedStep:
-    """One kind of step, as reported by a manager; bytes are what it adds to memory.
+    """One kind of step, as reported by a manager; bytes are added memory.
 
     Attributes:
         models: The classes of the models it calls, in order.

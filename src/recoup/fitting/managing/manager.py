@@ -49,7 +49,7 @@ class CheckpointManager:
     fastest plan within `memory_threshold` of the budget, and measures the first step
     with it. `steps` has planned and measured bytes.
 
-    The budget limits what a step adds to memory: activations, temporaries and the
+    The budget limits the memory that a step adds: activations, temporaries and the
     gradients of the models, including accumulated ones of earlier steps. A step that
     does not fit runs with the smallest plan, and one warning names what it needs. A
     step that takes more memory than a known one (a larger batch, other models, other
@@ -63,7 +63,7 @@ class CheckpointManager:
     For a bound on all of a device's memory, checked on a real step, use `recoup.fit`.
 
     Args:
-        max_memory_mb: The budget for what a step adds to memory, in MiB.
+        max_memory_mb: The budget for the memory that a step adds, in MiB.
         auto_checkpoint: Whether the manager chooses what to checkpoint.
         memory_threshold: The share of the budget to plan for, above 0 and up to 1.
         max_recompute_ratio: The most that a planned step may recompute, as a share of
@@ -125,7 +125,7 @@ class CheckpointManager:
 
     @property
     def max_memory_mb(self) -> int:
-        """The budget for what a step adds to memory, in MiB."""
+        """The budget for the memory that a step adds, in MiB."""
         return self._max_memory_mb
 
     @max_memory_mb.setter
@@ -342,7 +342,7 @@ class CheckpointManager:
         Takes the cheapest choice, evenly spaced among equal nodes. While
         `auto_checkpoint` is on, it applies from the next step on to scopes of the
         nodes' names, registered or run inside `with manager:`: chosen ones are
-        recomputed, the others keep what autograd saves. Marks take precedence.
+        recomputed, the others keep all that autograd saves. Marks take precedence.
         """
         chosen: list[int] = []
         if self.auto_checkpoint:
@@ -477,7 +477,7 @@ class _Decider:
         """Do nothing."""
 
 
-class _Thread(threading.local):
+class _Managers(threading.local):
     """The manager contexts that a thread is in.
 
     Attributes:
@@ -490,7 +490,7 @@ class _Thread(threading.local):
         self.depths: dict[CheckpointManager, int] = {}
 
 
-_THREAD = _Thread()
+_THREAD = _Managers()
 
 
 def _calling(method: "weakref.WeakMethod[Any]") -> Any:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from recoup.core.units import print_bytes
 from recoup.engine.replay.call_state import Captures as Variables
 from recoup.errors import CaptureError, MismatchError, UnsupportedError, UsageError
 from recoup.loops.drive import Checkpoints, LoopPlan, Slots
@@ -29,6 +28,7 @@ from recoup.loops.jax.run import (
 from recoup.loops.steps import ConcreteError, LoopStep, Stacked
 from recoup.schedules.revolve import Revolve
 from recoup.schedules.schedule import Schedule
+from recoup.schedules.slot_budget import require_tape
 
 
 def run_jax(
@@ -207,11 +207,7 @@ def fit_jax_budget(
     state = jax.tree.map(jnp.asarray, state)
     state_bytes = _bytes_of(state)
     tape_bytes = _residual_bytes(step, state) if steps else 0
-    if budget_bytes < tape_bytes:
-        raise UsageError(
-            f"a budget of {print_bytes(budget_bytes)} does not hold the tape of one "
-            f"step, which takes {print_bytes(tape_bytes)}; raise the budget."
-        )
+    require_tape(budget_bytes, tape_bytes)
     slots = 1 + (budget_bytes - tape_bytes) // max(state_bytes, 1)
     return Revolve(steps, slots=min(slots, max(steps, 1)))
 

@@ -257,7 +257,7 @@ def block_step(
         if event == "enter":
             if number in outstanding:
                 raise UnsupportedError(
-                    f"the block {name!r} runs again before its backward. Use "
+                    f"the block {name!r} runs a second time before its backward. Use "
                     "compile=False for this step."
                 )
             forward_peak[number] = max(forward_peak[number], interval.peak_bytes)

@@ -37,7 +37,7 @@ class CallTrace(StepTracer):
     @property
     def live_bytes(self) -> int:
         """Bytes that the call allocated and that are alive now."""
-        self._lives.bury()
+        self._lifetimes.bury()
         return sum(
             storage.bytes
             for storage in self.trace.storages

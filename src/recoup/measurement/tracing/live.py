@@ -70,28 +70,6 @@ class LiveMeter(StorageMeter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def live_meter(device: torch.device) -> MemoryMeter:
-    """Return a meter for the user's own step."""
-    meter = device_meter(device)
-    return LiveMeter(device) if isinstance(meter, StorageMeter) else meter
-
-
-def attach_meter(meter: MemoryMeter) -> None:
-    """Start a meter, below all modes that the user enters and leaves meanwhile."""
-    if isinstance(meter, LiveMeter):
-        enter_at_bottom(meter)
-    else:
-        meter.__enter__()
-
-
-def detach_meter(meter: MemoryMeter) -> None:
-    """Stop a meter of `attach_meter`, at any position of the stack of modes."""
-    if isinstance(meter, LiveMeter):
-        leave_anywhere(meter)
-    else:
-        meter.__exit__(None, None, None)
-
-
 class LiveTracer(StepTracer):
     """Trace the user's own step, without repeating operators for timing.
 
@@ -142,7 +120,7 @@ class LiveTracer(StepTracer):
         self.highest_bytes = max(self.highest_bytes, self._meter.peak_bytes)
 
     def began(self, region: Watched) -> None:
-        """Record what is saved in a region of this thread."""
+        """Record the tensors saved in a region of this thread."""
         if threading.get_ident() == self._thread:
             super().began(region)
 
@@ -201,8 +179,10 @@ class LiveStep:
         self._ended = ended
         self.has_ended = False
         self._thread = threading.get_ident()
-        self._meter = live_meter(device)
-        self._counts = isinstance(self._meter, LiveMeter)
+        self._meter = device_meter(device)
+        self._live: LiveMeter | None = None
+        if isinstance(self._meter, StorageMeter):
+            self._meter = self._live = LiveMeter(device)
         self._timer = OperatorTimer(device)
         self._handles: list[RemovableHandle] = []
         self._followed: set[int] = set()
@@ -221,7 +201,11 @@ class LiveStep:
                     note = partial(_note_gradient, self.tracer, name)
                     handle = parameter.register_post_accumulate_grad_hook(note)
                     self._of_gradients.append(handle)
-        attach_meter(self._meter)
+        if self._live is not None:
+            # The user enters and leaves modes meanwhile.
+            enter_at_bottom(self._live)
+        else:
+            self._meter.__enter__()
         carried = gradients()
         self._meter.track(*resident, *carried)
         self.start_bytes = self._meter.live_bytes - bytes_of(carried)
@@ -264,7 +248,7 @@ class LiveStep:
 
         If the meter is process-wide, their number at the end of backward.
         """
-        return self._left_now() if self._counts else self._left_bytes
+        return self._left_bytes if self._live is None else self._left_now()
 
     def _left_now(self) -> int:
         live_bytes = self._meter.live_bytes - self.start_bytes
@@ -367,7 +351,10 @@ class LiveStep:
         self._is_attached = False
         if self.tracer is not None:
             self.tracer.detach()
-        detach_meter(self._meter)
+        if self._live is not None:
+            leave_anywhere(self._live)
+        else:
+            self._meter.__exit__(None, None, None)
 
     def _read_peak(self) -> None:
         highest_bytes = self._meter.peak_bytes

@@ -18,7 +18,7 @@ from recoup.errors import ChangedTensorError
 
 
 class SavedBytes:
-    """Count what autograd saves for backward inside the block.
+    """Count the tensors that autograd saves for backward inside the block.
 
     Each storage counts once, at the size it had when it was first saved, however many
     operators save it. A recoup region inside the block counts with what it holds for

@@ -106,7 +106,7 @@ def _writes_files(function: Any) -> bool:
     return type(owner).__module__ in ("_io", "io")
 
 
-class _Watch:
+class _EffectWatch:
     """A profile function that observes the functions one call runs."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ def _name_of(function: Any) -> str:
     return f"{owner.__name__}.{name}" if isinstance(owner, types.ModuleType) else name
 
 
-class _Reached:
+class _ReachedState:
     """The objects and tensors that a call can reach, with their state before it."""
 
     def __init__(self, *things: Any, through_code: bool) -> None:
@@ -153,7 +153,7 @@ class _Reached:
         self.has_generator = any(isinstance(each, torch.Generator) for each in found)
 
     def change(self) -> str:
-        """Describe what has changed since; empty if nothing."""
+        """Describe the changes since; empty if there are none."""
         for thing, before in self._contents:
             if before is not None and not _same(before, _contents(thing)):
                 return f"it changes an object of class {type(thing).__name__}"
@@ -218,10 +218,10 @@ def call_and_look(
         >>> call_and_look(lambda x: seen.append(x), (1,), {})[1]
         'it changes an object of class list'
     """
-    reached = _Reached(function, args, kwargs, through_code=through_code)
+    reached = _ReachedState(function, args, kwargs, through_code=through_code)
     if reached.has_generator:
         return function(*args, **kwargs), "it has a random generator of its own"
-    watch = _Watch()
+    watch = _EffectWatch()
     before = sys.getprofile()
     with restoring(lambda: sys.setprofile(before)):
         sys.setprofile(watch)

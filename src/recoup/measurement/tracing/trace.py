@@ -133,7 +133,7 @@ class Trace:
         return len(self.operations) + len(self.backward_bytes)
 
 
-class Lives:
+class Lifetimes:
     """Numbers the storages of a step as they appear, and records their deaths.
 
     Holds weak references only, so tracing extends no lifetime.

@@ -39,7 +39,7 @@ from recoup.engine.recording.region import STATE_BYTES, Region
 from recoup.engine.replay.recomputing import is_recomputing
 from recoup.measurement.tracing.saved import KeptTensor
 from recoup.measurement.tracing.trace import (
-    Lives,
+    Lifetimes,
     Trace,
     TracedBoundary,
     TracedOperation,
@@ -85,7 +85,7 @@ class StepTracer(OperatorMode):
         self._timer = timer
         self._timings: dict[Any, int] = {}
         self._facts: dict[Any, Facts] = {}
-        self._lives = Lives(self.trace, self._resident)
+        self._lifetimes = Lifetimes(self.trace, self._resident)
         self._in_backward = False
         self._plain_hooks = self._plain()
         self._model_call: int | None = None
@@ -136,7 +136,7 @@ class StepTracer(OperatorMode):
             self.trace.gradients = {
                 n: before[n] for n in self._carried() if n in before
             }
-        self._lives.bury()
+        self._lifetimes.bury()
         if self._in_backward:
             ran = self._run(facts, partial(func, *args, **kwargs))
             self.trace.backward_bytes.append(ran.peak_bytes)
@@ -153,7 +153,7 @@ class StepTracer(OperatorMode):
         return False
 
     def began(self, region: Watched) -> None:
-        """Record what is saved in a region."""
+        """Record the tensors saved in a region."""
         if isinstance(region, Region):
             region.tracer = self
 
@@ -181,10 +181,10 @@ class StepTracer(OperatorMode):
             self._model_call = None
             return
         if self._in_backward and current_backward() == -1:
-            self._lives.bury()
+            self._lifetimes.bury()
             self.trace = Trace()
             self.traces.append(self.trace)
-            self._lives = Lives(self.trace, self._resident)
+            self._lifetimes = Lifetimes(self.trace, self._resident)
             self._in_backward = False
         if not self.trace.roots:
             self.trace.gradients = dict.fromkeys(self._carried(), BEFORE)
@@ -216,7 +216,7 @@ class StepTracer(OperatorMode):
         if not self._in_backward and hooks and getattr(hooks[0], "is_noting", False):
             trace = self.trace
             for tensor in tensors(passed):
-                self._lives.follow(tensor)
+                self._lifetimes.follow(tensor)
             trace.boundaries.append(
                 TracedBoundary(
                     len(trace.operations),
@@ -234,7 +234,7 @@ class StepTracer(OperatorMode):
         A pass without backward has nothing to plan: its moments are added to another
         pass.
         """
-        self._lives.bury()
+        self._lifetimes.bury()
         passes = [t for t in self.traces if t.boundaries and t.backward_bytes]
         for number, trace in enumerate(self.traces):
             if passes and trace not in passes:
@@ -261,7 +261,7 @@ class StepTracer(OperatorMode):
                 return packed
             trace = self.trace
             number = len(trace.saves)
-            value = self._lives.value_of(tensor) if is_plannable else 0
+            value = self._lifetimes.value_of(tensor) if is_plannable else 0
             trace.saves.append(TracedSave(value))
             packed = pack(tensor)
             trace.saves[number].by_region = isinstance(packed, Hold)
@@ -280,7 +280,7 @@ class StepTracer(OperatorMode):
                 save.is_later = save.used is None
             elif save.used is None:
                 save.used = trace.moment
-                self._lives.follow_copy(save, found)
+                self._lifetimes.follow_copy(save, found)
             return found
 
         note.is_noting = is_plannable  # pyright: ignore[reportFunctionMemberAccess]
@@ -294,15 +294,15 @@ class StepTracer(OperatorMode):
         moment = len(trace.operations)
         # A replay of `*_like` does not need the contents of its argument.
         given = storages_in((args[1:] if facts.shape_only else args, kwargs))
-        reads = [self._lives.value_in(storage) for storage in given]
+        reads = [self._lifetimes.value_in(storage) for storage in given]
         ran = self._run(facts, partial(func, *args, **kwargs))
         states = _state_sizes(facts, args)
         written = _written(facts, args, kwargs)
-        makes = [self._lives.overwrite(storage, moment) for storage in written]
+        makes = [self._lifetimes.overwrite(storage, moment) for storage in written]
         for storage in storages_in(ran.out):
-            if not self._lives.knows(storage):
+            if not self._lifetimes.knows(storage):
                 nbytes = self._counted_bytes(storage)
-                makes.append(self._lives.admit(storage, nbytes=nbytes, born=moment))
+                makes.append(self._lifetimes.admit(storage, nbytes=nbytes, born=moment))
         trace.operations.append(
             TracedOperation(
                 name=facts.name,

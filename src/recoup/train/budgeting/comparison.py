@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.backend.state.snapshots import Gradients, StateSnapshot
-from recoup.core.display import as_html
+from recoup.core.display import as_html, table
 from recoup.core.units import print_bytes, print_seconds
 from recoup.errors import UsageError
 from recoup.measurement.timing.pace import seconds_of
@@ -83,18 +83,19 @@ class Comparison:
 
     def __str__(self) -> str:
         base = self.rows[0]
-        lines = [f"{'configuration':<18}{'memory':>12}{'':>7}{'step':>10}{'':>7}"]
-        for row in self.rows:
-            if row.peak_bytes is None or row.seconds is None:
-                lines.append(f"{row.name:<18}{'out of memory':>12}")
-                continue
-            memory = _share(row.peak_bytes, base.peak_bytes)
-            spent = _share(row.seconds, base.seconds)
-            lines.append(
-                f"{row.name:<18}{print_bytes(row.peak_bytes):>12}{memory:>7}"
-                f"{print_seconds(row.seconds):>10}{spent:>7}"
+        rows = [
+            (
+                row.name,
+                print_bytes(row.peak_bytes),
+                _share(row.peak_bytes, base.peak_bytes),
+                print_seconds(row.seconds),
+                _share(row.seconds, base.seconds),
             )
-        return "\n".join(lines)
+            if row.peak_bytes is not None and row.seconds is not None
+            else (row.name, "out of memory", "", "", "")
+            for row in self.rows
+        ]
+        return table(("configuration", "memory", "", "step", ""), rows, ruled=False)
 
 
 def compare_configurations(  # noqa: PLR0913 (options by keyword)

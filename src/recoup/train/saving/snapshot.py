@@ -251,7 +251,7 @@ def _read(file: BinaryIO) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _TensorPlace:
     """The checked position of a tensor in the file."""
 
     dtype: torch.dtype
@@ -261,7 +261,7 @@ class _Entry:
     checksum: int
 
 
-def _entries(contents: Any, *, end: int) -> list[_Entry]:
+def _entries(contents: Any, *, end: int) -> list[_TensorPlace]:
     """Check the positions of all tensors before memory is allocated for any.
 
     No two share a byte, so their total is no larger than the file.
@@ -280,7 +280,7 @@ def _entries(contents: Any, *, end: int) -> list[_Entry]:
     return entries
 
 
-def _entry(found: Any) -> _Entry:
+def _entry(found: Any) -> _TensorPlace:
     if not isinstance(found, dict):
         raise SnapshotError("an entry of its table of contents is not a dictionary.")
     name, shape = found.get("dtype"), found.get("shape")
@@ -296,14 +296,14 @@ def _entry(found: Any) -> _Entry:
     if not _is_count(start) or not _is_count(checksum):
         raise SnapshotError("its table of contents lacks the position of a tensor.")
     nbytes = math.prod(shape) * dtype.itemsize
-    return _Entry(dtype, tuple(shape), start, nbytes, checksum)
+    return _TensorPlace(dtype, tuple(shape), start, nbytes, checksum)
 
 
 def _is_count(number: object) -> bool:
     return type(number) is int and 0 <= number < 1 << 63
 
 
-def _read_tensor(file: BinaryIO, entry: _Entry) -> Tensor:
+def _read_tensor(file: BinaryIO, entry: _TensorPlace) -> Tensor:
     tensor = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
     memory = memory_of(tensor)
     file.seek(entry.start)

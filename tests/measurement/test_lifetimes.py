@@ -1,8 +1,8 @@
-"""Lives: a storage has one number for as long as it exists, and dies once."""
+"""Lifetimes: a storage has one number for as long as it exists, and dies once."""
 
 import torch
 
-from recoup.measurement.tracing.trace import Lives, Trace, TracedSave
+from recoup.measurement.tracing.trace import Lifetimes, Trace, TracedSave
 
 
 def storage_of(tensor):
@@ -11,7 +11,7 @@ def storage_of(tensor):
 
 def test_views_of_a_tensor_name_its_value_and_a_write_gives_it_another():
     trace = Trace()
-    lives = Lives(trace)
+    lives = Lifetimes(trace)
     tensor = torch.zeros(4)
     before = lives.admit(storage_of(tensor), nbytes=16, born=0)
     assert lives.value_of(tensor[1:]) == before
@@ -24,7 +24,7 @@ def test_views_of_a_tensor_name_its_value_and_a_write_gives_it_another():
 
 def test_what_was_not_seen_before_is_from_outside():
     trace = Trace()
-    lives = Lives(trace)
+    lives = Lifetimes(trace)
     tensor = torch.zeros(4)
     assert not lives.knows(storage_of(tensor))
     value = trace.values[lives.value_of(tensor)]
@@ -35,7 +35,7 @@ def test_what_was_not_seen_before_is_from_outside():
 
 def test_a_storage_dies_at_the_last_moment_before_it_is_missed():
     trace = Trace()
-    lives = Lives(trace)
+    lives = Lifetimes(trace)
     tensor = torch.zeros(4)
     value = lives.admit(storage_of(tensor), nbytes=16, born=-1)
     record = trace.storages[trace.values[value].storage]
@@ -49,7 +49,7 @@ def test_a_storage_dies_at_the_last_moment_before_it_is_missed():
 
 def test_one_at_the_same_address_is_another():
     trace = Trace()
-    lives = Lives(trace)
+    lives = Lifetimes(trace)
     numbers = set()
     for _ in range(20):
         tensor = torch.zeros(4)
@@ -60,7 +60,7 @@ def test_one_at_the_same_address_is_another():
 
 def test_a_replayed_copy_is_followed_and_what_was_there_before_is_not():
     trace = Trace()
-    lives = Lives(trace)
+    lives = Lifetimes(trace)
     known, copy = torch.zeros(4), torch.zeros(4)
     lives.admit(storage_of(known), nbytes=16, born=0)
     saves = [TracedSave(1), TracedSave(1)]
