@@ -51,6 +51,10 @@ def honest(x: Tensor) -> None:
     x.mul_(3)
 
 
+def add(x: Tensor, y: Tensor) -> None:
+    x.add_(y.clone()).mul_(2)
+
+
 def noisy(x: Tensor, rate: float) -> Tensor:
     """Draw, as kernels of other libraries do: no tag of the schema tells."""
     return x + torch.rand_like(x) + torch.rand(()).item() if rate > 0 else x * 2
@@ -164,6 +168,48 @@ class TestWrites:
         with Operators() as operators:
             y.sum().backward()
         assert [name for name in operators.names if "double" in name] != []
+
+    @pytest.mark.parametrize("region", [unverified, verified])
+    def test_an_argument_that_lies_where_it_declares_to_write(self, library, region):
+        made = torch.library.Library(library.name, "FRAGMENT")
+        made.define("add(Tensor(a!) x, Tensor y) -> ()")
+        made.impl("add", add, "CPU")
+
+        def step(region: Region) -> dict[str, Any]:
+            x = torch.randn(4, 4, requires_grad=True)
+            with region("block"):
+                y = x.detach().exp()
+                z = y.sin() * x
+                library.add(y, y[:1].expand(4, 4))
+                library.add(y, y[:, :1].expand(4, 4))
+                w = (x * y).sin() * z
+            w.sum().backward()
+            return {"gradient": x.grad, "y": y}
+
+        assert compare(step, region) == []
+        kernel = kernel_of(library.add.default)
+        assert (kernel.facts.writes, kernel.is_unproven) == ((0,), True)
+        with unverified("block"):
+            library.add(torch.ones(2), torch.ones(1).expand(2))
+        assert (kernel.facts.writes, kernel.is_unproven) == ((0,), False)
+
+    @pytest.mark.parametrize("region", [unverified, verified])
+    def test_an_expanded_argument_that_it_writes_to(self, library, region):
+        made = torch.library.Library(library.name, "FRAGMENT")
+        made.define("first(Tensor x) -> Tensor")
+        made.impl("first", lambda x: x[:1].data.mul_(2) + 1, "CPU")
+
+        def step(region: Region) -> dict[str, Any]:
+            x = torch.randn(4, 4, requires_grad=True)
+            with region("block"):
+                y = x.detach().exp()[:1]
+                z = y.sin() * x
+                found = library.first(y.expand(4, 4))
+                w = (x * y).sin() * z * found
+            w.sum().backward()
+            return {"gradient": x.grad, "y": y}
+
+        assert compare(step, region) == []
 
     def test_what_it_writes_to_is_known_from_then_on(self, library):
         with unverified("block"):

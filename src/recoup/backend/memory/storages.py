@@ -260,6 +260,19 @@ def copy_storage(tensor: Tensor) -> Tensor:
     return shaped(flat(tensor.detach()).clone(), geometry)
 
 
+def without_repeats(tensor: Tensor) -> Tensor:
+    """Return a view with each element of an expanded tensor once.
+
+    Examples:
+        >>> without_repeats(torch.ones(3, 1).expand(3, 4)).shape
+        torch.Size([3, 1])
+    """
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dimension) > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one memory interval without gaps or overlaps.
 

@@ -7,7 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from recoup.backend.memory.storages import has_contents, has_storage, is_dense
+from recoup.backend.memory.storages import (
+    has_contents,
+    has_storage,
+    is_dense,
+    without_repeats,
+)
 from recoup.core.restoring import restoring
 
 _BLOCK = 1 << 21
@@ -261,10 +266,7 @@ def _length(elements: Tensor, width: int) -> int:
 
 def _elements(tensor: Tensor) -> Tensor:
     """Return the elements without repeats, flat if that takes no copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.size(dimension) > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
+    tensor = without_repeats(tensor.detach().resolve_conj().resolve_neg())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if is_dense(tensor):

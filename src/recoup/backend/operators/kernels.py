@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from recoup.backend.memory.storages import has_contents, has_storage
+from recoup.backend.memory.storages import (
+    has_contents,
+    has_storage,
+    storage_address,
+    without_repeats,
+)
 from recoup.backend.operators.fingerprints import fingerprint
 from recoup.backend.operators.properties import Facts, facts_of
 from recoup.backend.state.trees import tensors
@@ -157,7 +162,8 @@ class FirstSight:
 
     Costs a copy of the arguments without a declared write, two passes over each and one
     synchronisation: once per operator of an unknown library and process. A call on
-    tensors without contents shows nothing, so the next call is checked.
+    tensors without contents shows nothing, nor does one whose other arguments share
+    memory with those of a declared write, so the next call is checked.
     """
 
     def __init__(
@@ -166,13 +172,27 @@ class FirstSight:
         self._kernel = kernel
         declared = kernel.facts.writes
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        self._suspects = [
+        targets = {
+            storage_address(tensor)
+            for place, argument in named
+            if place in declared
+            for tensor in tensors(argument)
+            if has_storage(tensor)
+        }
+        others = [
             (place, tensor)
             for place, argument in named
             if place not in declared
             for tensor in tensors(argument)
             if has_storage(tensor)
         ]
+        # In memory that the operator declares to write to nothing can be told apart.
+        self._suspects = [
+            (place, without_repeats(tensor))
+            for place, tensor in others
+            if storage_address(tensor) not in targets
+        ]
+        self._sees_all = len(self._suspects) == len(others)
         self._copies: list[Tensor] | None = None
 
     def begin(self) -> None:
@@ -191,7 +211,10 @@ class FirstSight:
             if bool(fingerprint(tensor) != fingerprint(copy)):
                 written.append(tensor)
                 places[place] = None
-        kernel.learn(replace(kernel.facts, is_unproven=False, writes=tuple(places)))
+        found = replace(
+            kernel.facts, is_unproven=not self._sees_all, writes=tuple(places)
+        )
+        kernel.learn(found)
         return written
 
     @contextmanager
