@@ -880,6 +880,11 @@ class TestSeveralPasses:
             budget = peak - 1  # too small by one byte, if the plan is the same
             report.remove()
         assert "an output that is referenced" in str(said[0])
+        report, train = self.fitted(batches, report.floor_bytes)
+        assert not train()[1]
+        peak, said = train(keeps=True)
+        assert len(said) == (peak > report.budget_bytes)
+        report.remove()
 
     def test_two_calls_before_a_backward_are_refused(self):
         model, batch = stack(lambda: Layer(dropout=0), 2), tokens()

@@ -3,6 +3,8 @@
 # pyright: reportMissingImports=false
 
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -229,3 +231,45 @@ def test_two_processes_agree_and_train_bitwise_as_without_recoup(tmp_path):
         ours, budget, plain = each["peaks"]
         assert ours <= budget < plain
     assert found[0]["plan"] == found[1]["plan"]
+
+
+LAUNCHED = """
+import torch
+from accelerate import Accelerator
+
+from recoup.integrations.accelerate import fit_once
+from tests.support.trainings import Rows, small_stack
+
+accelerator = Accelerator(cpu=True)
+model, loss = small_stack(), torch.nn.functional.mse_loss
+loader = torch.utils.data.DataLoader(Rows(256), 64)
+model, loader = accelerator.prepare(model, loader)
+for inputs, targets in loader:
+    report = fit_once(accelerator, model, (inputs, targets), loss=loss)
+    accelerator.backward(loss(model(inputs), targets))
+    model.zero_grad()
+print(report.measured_peak_bytes, report.budget_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_sets_the_budget(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(LAUNCHED)
+    root = Path(__file__).parents[2]
+    launch = "accelerate.commands.launch --cpu --dynamo_backend no"
+    counts = "--num_processes 1 --num_machines 1 --mixed_precision no"
+    result = subprocess.run(
+        [sys.executable, "-m", *f"{launch} {counts}".split(), str(program)],
+        env={
+            **os.environ,
+            "RECOUP_BUDGET": "230KiB",
+            "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    measured, budget = map(int, result.stdout.split())
+    assert measured <= budget == 230 * 1024
