@@ -123,6 +123,7 @@ COMPILER = (
     "torch._functorch.partitioners.functionalize_rng_ops",
     "torch._functorch.partitioners.min_cut_rematerialization_partition",
     "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+    "torch._inductor.runtime.cache_dir_utils.cache_dir",
     "torch.ops.aten._native_batch_norm_legit.no_stats",
     "torch.ops.aten._native_batch_norm_legit_functional.default",
 )

@@ -77,8 +77,8 @@ def times_of(device: torch.device, executor: str) -> StoredTimes:
 
 
 def _path(device: torch.device) -> Path | None:
-    from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch.compiler import config
 
     if config.force_disable_caches:
         return None
