@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from recoup.backend.autograd.autocast import AutocastState, autocast_as, autocast_states
 from recoup.backend.compiler.joint_graphs import JointGraph, KernelCall, TensorSpec
-from recoup.backend.compiler.stored_times import StoredTimes
+from recoup.backend.compiler.stored_numbers import StoredNumbers
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import interval_meter
 from recoup.backend.state.trees import leaves, map_leaves, tensors
@@ -304,13 +304,15 @@ class KernelTimes:
 
     Args:
         device: The device.
-        stored: Times that are known.
+        stored: What is known about kernels.
     """
 
-    def __init__(self, device: torch.device, stored: StoredTimes | None = None) -> None:
+    def __init__(
+        self, device: torch.device, stored: StoredNumbers | None = None
+    ) -> None:
         self._device = device
-        self._stored = stored or StoredTimes(None)
-        seconds = self._stored.seconds("copy", self._copy_seconds)
+        self._stored = stored or StoredNumbers(None)
+        seconds = self._stored.number("copy", self._copy_seconds)
         self.bytes_per_second = 2 * _COPY_BYTES / seconds
 
     def _copy_seconds(self) -> float:
@@ -328,7 +330,7 @@ class KernelTimes:
                 return traffic_bytes / self.bytes_per_second
 
         key = f"{call.target}{call.args}{call.kwargs}"
-        return self._stored.seconds(key, measured)
+        return self._stored.number(key, measured)
 
     @torch.no_grad()
     def _run(self, call: KernelCall) -> float:
