@@ -297,6 +297,8 @@ registers, in a kernel that runs anyway."""
 
 _COPY_BYTES = 1 << 26
 _REPEATS = 3
+_COPY_REPEATS = 10
+"""The copy's time is a part of all costs, and one disturbed by others would stay."""
 
 
 class KernelTimes:
@@ -318,7 +320,7 @@ class KernelTimes:
     def _copy_seconds(self) -> float:
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(source)
-        return self._timed(lambda: target.copy_(source))
+        return self._timed(lambda: target.copy_(source), _COPY_REPEATS)
 
     def seconds(self, call: KernelCall, traffic_bytes: int) -> float:
         """Return a kernel's time, estimated from traffic if it cannot run alone."""
@@ -337,9 +339,9 @@ class KernelTimes:
         args = _made(call.args, self._device)
         return self._timed(lambda: call.target(*args, **call.kwargs))
 
-    def _timed(self, function: Callable[[], object]) -> float:
+    def _timed(self, function: Callable[[], object], repeats: int = _REPEATS) -> float:
         function()
-        return min(_seconds_in_a_row(function, self._device) for _ in range(_REPEATS))
+        return min(_seconds_in_a_row(function, self._device) for _ in range(repeats))
 
 
 def costed(joint: JointGraph, times: KernelTimes) -> JointForward:
