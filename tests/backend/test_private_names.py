@@ -600,7 +600,7 @@ CONTRACTS: Mapping[str, Contract | str] = {
     ),
     "torch._inductor.custom_graph_pass.CustomPartitionerFn": INDUCTOR,
     "torch._inductor.runtime.cache_dir_utils.cache_dir": (
-        "backend/test_stored_times.py::"
+        "backend/test_stored_numbers.py::"
         "test_the_file_is_in_the_folder_of_the_compilers_caches"
     ),
     "torch.ops.aten._native_batch_norm_legit.no_stats": lambda it: normalises(

@@ -496,18 +496,18 @@ class TestCaptures:
         torch.manual_seed(0)
         rates = [number / 100 for number in range(1, 9)]
         model = nn.Sequential(*(Layer(dropout=rate) for rate in rates))
-        twin, batch = copy.deepcopy(model), tokens()
+        batch = tokens()
         with warnings.catch_warnings():
             warnings.simplefilter("error", BudgetWarning)
             report = fitted(model, batch, 0.7)
-            found = outcome(model, batch)
-        for mine, eager in zip(found, outcome(twin, batch), strict=True):
-            torch.testing.assert_close(mine, eager)  # captured, some rates round
+            outcome(model, batch)
+        assert report.difference < 1e-5  # captured, some rates round
         assert report.measured_peak_bytes <= report.budget_bytes
         # The reference runs in regions, whose own small tensors are counted.
         missing = report.measured_peak_bytes - report.predicted_peak_bytes
         assert abs(missing) < 0.001 * report.measured_peak_bytes
-        assert len({block.kind for block in report.plan.blocks if block.digest}) > 1
+        codes = [block.kind for block in report.plan.blocks if block.digest]
+        assert len(set(codes)) == len(codes) > 0
         assert len(measured) <= 5, "options of a kind, and the region"
 
     def test_blocks_are_captured_under_the_steps_autocast(self):

@@ -265,6 +265,7 @@ def train_planned_then_sharded(rank: int, text: str) -> tuple[bool, int, int]:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_compiled_plan_made_before_sharding_trains_bitwise_after_it(tmp_path, count):
     x = torch.randn(64, 32)
+    report: Any
     _, report = recoup.fit(blocks(), x, 0.8, loss=mean_square, compile="exact")
     assert any(block.digest for block in report.plan.blocks)
     text = report.plan.to_json()

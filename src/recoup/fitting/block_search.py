@@ -1,5 +1,6 @@
 """The search for what compiled blocks save: options per kind, a choice for all."""
 
+import functools
 import sys
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from torch import nn
 
 from recoup.backend.compiler.joint_graphs import JointGraph
 from recoup.backend.compiler.partitioning import Executor, saved_bytes
-from recoup.backend.compiler.stored_times import StoredTimes, times_of
+from recoup.backend.compiler.stored_numbers import StoredNumbers, stored_for
 from recoup.core.compiled_plan import (
     BlockOption,
     BlockPartition,
@@ -76,7 +77,7 @@ class BlockKind:
         bench: The bench that measures options on it.
         executor: The executor of captured graphs.
         partitions: The partition of each option; None runs the block uncompiled.
-        times: Times of options that are known.
+        stored: What is known about options.
         likeness: What options of equal time share; empty: unknown.
         sets: The saved sets of the first options, from fastest to smallest.
         moves: The bytes of each of these that can be offloaded, which adds as many
@@ -95,7 +96,7 @@ class BlockKind:
     bench: BlockBench
     executor: Executor
     partitions: list[BlockPartition | None]
-    times: StoredTimes
+    stored: StoredNumbers
     likeness: str = ""
     sets: Sequence[SavedSet] = ()
     moves: Sequence[int] = ()
@@ -195,7 +196,7 @@ class BlockKind:
             return measured()
         names = partition.saves if partition.digest else "region"
         key = f"{type(self.block).__qualname__} {self.executor} {names} {self.likeness}"
-        return self.times.seconds(key, measured)
+        return self.stored.number(key, measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +241,8 @@ class BlockSearch:
         self.kinds: list[BlockKind] = []
         self.kind_of: dict[str, int] = {}
         self._code_of: dict[str, int] = {}
-        self._times = times_of(step.device, executor)
-        self._kernels = KernelTimes(step.device, self._times)
+        self._stored = stored_for(step.device, executor)
+        self._kernels = KernelTimes(step.device, self._stored)
         self.eager: dict[str, str] = {}
         self.draws = False
         self.order: tuple[str, ...] = ()
@@ -293,23 +294,32 @@ class BlockSearch:
         """Return a kind of block with its options, none of them measured."""
         options = (len(self.kinds), block, bench, self._executor)
         if joint is None:
-            return BlockKind(*options, [None, _REGION], self._times)
+            return BlockKind(*options, [None, _REGION], self._stored)
         self.draws = self.draws or joint.draws
         sets = [
             replace(found, forward_bytes=forward, backward_bytes=backward)
             for found in saved_sets(costed(joint, self._kernels))
-            for forward, backward in (joint.peaks(found.names),)
+            for forward, backward in (self._peaks(joint, found.names),)
         ]
         link = self._plain.link_bytes_per_second
         least = HOST.smallest_bytes
         return BlockKind(
             *options,
             [_partition(code, joint, saved.names) for saved in sets],
-            self._times,
+            self._stored,
             joint.likeness(),
             sets,
             [saved_bytes(joint, s.names, least=least) for s in sets] if link else (),
             link,
+        )
+
+    def _peaks(self, joint: JointGraph, names: tuple[str, ...]) -> tuple[int, int]:
+        """Return `joint.peaks`, which takes a partition, if it is not known yet."""
+        found = functools.cache(lambda: joint.peaks(names))
+        key = f"{self._executor} {names} {joint.likeness()}"
+        return (
+            int(self._stored.number(f"forward {key}", lambda: found()[0])),
+            int(self._stored.number(f"backward {key}", lambda: found()[1])),
         )
 
     def reference(self) -> BlockStep:

@@ -81,6 +81,7 @@ class JointGraph:
         materialized: Values that forward always writes to memory.
         whole: Values read by a backward kernel that cannot fuse their producer.
         draws: Whether forward draws random numbers.
+        geometry: Hash of the shape, strides and type of every value, backward included.
         peaks: Function from the names of saved values to the predicted peaks of forward
             and backward above the bytes in use at their start.
     """
@@ -96,6 +97,7 @@ class JointGraph:
     materialized: frozenset[int]
     whole: frozenset[int]
     draws: bool
+    geometry: str = ""
     peaks: Callable[[tuple[str, ...]], tuple[int, int]] = lambda _: (0, 0)
 
     def likeness(self) -> str:
@@ -104,14 +106,8 @@ class JointGraph:
         Blocks with other rates of dropout or stochastic depth do. They need code of
         their own, but equal sets of saved values take equal bytes and time.
         """
-        sizes = tuple(storage.bytes for storage in self.graph.storages)
-        shared = (
-            self.digest,
-            sizes,
-            self.traffic,
-            tuple(map(_without_rates, self.calls)),
-        )
-        return repr(shared)
+        calls = tuple(map(_without_rates, self.calls))
+        return repr((self.digest, self.geometry, calls))
 
 
 def read_joint_graph(graph: fx.Graph, node_info: Any, *, fuses: bool) -> JointGraph:
@@ -195,6 +191,7 @@ class _Reader:
                 isinstance(node.target, torch._ops.OpOverload) and is_random(node)
                 for node in nodes
             ),
+            geometry=geometry_of(self._graph),
         )
 
     def _read_input(self, node: fx.Node) -> None:
@@ -290,6 +287,18 @@ def digest_of(graph: fx.Graph) -> str:
     for node in graph.nodes:
         inputs = " ".join(source.name for source in node.all_input_nodes)
         digest.update(f"{node.name} {node.op} {node.target} {inputs}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def geometry_of(graph: fx.Graph) -> str:
+    """Return a hash of the shapes, strides and types of all values of the graph."""
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        found = node.meta.get("val")
+        for part in found if isinstance(found, list | tuple) else (found,):
+            if isinstance(part, Tensor):
+                layout = (tuple(part.shape), part.stride(), part.dtype)
+                digest.update(f"{node.name} {layout}\n".encode())
     return digest.hexdigest()[:16]
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from recoup.backend.autograd.autocast import AutocastState, autocast_as, autocast_states
 from recoup.backend.compiler.joint_graphs import JointGraph, KernelCall, TensorSpec
-from recoup.backend.compiler.stored_times import StoredTimes
+from recoup.backend.compiler.stored_numbers import StoredNumbers
 from recoup.backend.memory.ledger import storages_in
 from recoup.backend.memory.meters import interval_meter
 from recoup.backend.state.trees import leaves, map_leaves, tensors
@@ -297,6 +297,8 @@ registers, in a kernel that runs anyway."""
 
 _COPY_BYTES = 1 << 26
 _REPEATS = 3
+_COPY_REPEATS = 10
+"""The copy's time is a part of all costs, and one disturbed by others would stay."""
 
 
 class KernelTimes:
@@ -304,19 +306,21 @@ class KernelTimes:
 
     Args:
         device: The device.
-        stored: Times that are known.
+        stored: What is known about kernels.
     """
 
-    def __init__(self, device: torch.device, stored: StoredTimes | None = None) -> None:
+    def __init__(
+        self, device: torch.device, stored: StoredNumbers | None = None
+    ) -> None:
         self._device = device
-        self._stored = stored or StoredTimes(None)
-        seconds = self._stored.seconds("copy", self._copy_seconds)
+        self._stored = stored or StoredNumbers(None)
+        seconds = self._stored.number("copy", self._copy_seconds)
         self.bytes_per_second = 2 * _COPY_BYTES / seconds
 
     def _copy_seconds(self) -> float:
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(source)
-        return self._timed(lambda: target.copy_(source))
+        return self._timed(lambda: target.copy_(source), _COPY_REPEATS)
 
     def seconds(self, call: KernelCall, traffic_bytes: int) -> float:
         """Return a kernel's time, estimated from traffic if it cannot run alone."""
@@ -328,16 +332,16 @@ class KernelTimes:
                 return traffic_bytes / self.bytes_per_second
 
         key = f"{call.target}{call.args}{call.kwargs}"
-        return self._stored.seconds(key, measured)
+        return self._stored.number(key, measured)
 
     @torch.no_grad()
     def _run(self, call: KernelCall) -> float:
         args = _made(call.args, self._device)
         return self._timed(lambda: call.target(*args, **call.kwargs))
 
-    def _timed(self, function: Callable[[], object]) -> float:
+    def _timed(self, function: Callable[[], object], repeats: int = _REPEATS) -> float:
         function()
-        return min(_seconds_in_a_row(function, self._device) for _ in range(_REPEATS))
+        return min(_seconds_in_a_row(function, self._device) for _ in range(repeats))
 
 
 def costed(joint: JointGraph, times: KernelTimes) -> JointForward:

@@ -1,8 +1,8 @@
-"""Measured times of this machine, stored beside the compiler's caches.
+"""What was found about blocks on this machine, stored beside the compiler's caches.
 
 Times vary between measurements, and a partition that was chosen by other times is
 compiled anew. With the times of an earlier process, a process chooses the partitions
-that the compiler's caches have.
+that the compiler's caches have. Predicted peaks do not vary, but take long to find.
 """
 
 import functools
@@ -15,34 +15,36 @@ from pathlib import Path
 
 import torch
 
+from recoup.core.version import VERSION
 
-class StoredTimes:
-    """Times by key: measured once, then read from a file.
 
-    Processes append to the file; of several times of one key the first one counts.
+class StoredNumbers:
+    """Numbers by key: found once, then read from a file.
+
+    Processes append to the file; of several numbers of one key the first one counts.
 
     Args:
-        path: The file; None: times are known in this process only.
+        path: The file; None: numbers are known in this process only.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._seconds: dict[str, float] = {}
-        for key, seconds in _lines(path):
-            self._seconds.setdefault(key, seconds)
+        self._numbers: dict[str, float] = {}
+        for key, number in _lines(path):
+            self._numbers.setdefault(key, number)
 
-    def seconds(self, key: str, measured: Callable[[], float]) -> float:
-        """Return the time of a key; measure and store it if it is unknown."""
+    def number(self, key: str, found: Callable[[], float]) -> float:
+        """Return the number of a key; find and store it if it is unknown."""
         digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-        if digest not in self._seconds:
-            self._seconds[digest] = measured()
+        if digest not in self._numbers:
+            self._numbers[digest] = found()
             self._store(digest)
-        return self._seconds[digest]
+        return self._numbers[digest]
 
     def _store(self, digest: str) -> None:
         if self._path is None:
             return
-        line = json.dumps([digest, self._seconds[digest]]) + "\n"
+        line = json.dumps([digest, self._numbers[digest]]) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
@@ -58,22 +60,22 @@ def _lines(path: Path | None) -> Iterator[tuple[str, float]]:
         return
     for line in text.splitlines():
         try:
-            key, seconds = json.loads(line)
-            if isinstance(key, str) and 0 <= seconds < math.inf:
-                yield key, float(seconds)
+            key, number = json.loads(line)
+            if isinstance(key, str) and 0 <= number < math.inf:
+                yield key, float(number)
         except (ValueError, TypeError):
             continue  # half a line of a process that was ended
 
 
 @functools.cache
-def times_of(device: torch.device, executor: str) -> StoredTimes:
-    """Return the times of a device.
+def stored_for(device: torch.device, executor: str) -> StoredNumbers:
+    """Return the numbers of a device.
 
     They are in the folder of Inductor's caches (`TORCHINDUCTOR_CACHE_DIR`), unless
     caches are disabled there (`TORCHINDUCTOR_FORCE_DISABLE_CACHES=1`), or the executor
     has no caches.
     """
-    return StoredTimes(_path(device) if executor == "inductor" else None)
+    return StoredNumbers(_path(device) if executor == "inductor" else None)
 
 
 def _path(device: torch.device) -> Path | None:
@@ -84,7 +86,7 @@ def _path(device: torch.device) -> Path | None:
         return None
     environment = "\n".join(
         (
-            "1",  # the version of the file
+            VERSION,
             torch.__version__,
             _name_of(device),
             str(torch.get_num_threads()) if device.type == "cpu" else "",
@@ -93,7 +95,7 @@ def _path(device: torch.device) -> Path | None:
         )
     )
     name = hashlib.sha256(environment.encode()).hexdigest()[:16]
-    return Path(cache_dir(), "recoup", f"times-{name}.jsonl")
+    return Path(cache_dir(), "recoup", f"numbers-{name}.jsonl")
 
 
 def _name_of(device: torch.device) -> str:
