@@ -55,7 +55,8 @@ class Loop:
             scaler=self.scaler,
         )
         if budget is not None:
-            recoup.fit(self.model, rows, budget, loss=torch.sum)
+            given = self.optimizers
+            recoup.fit(self.model, rows, budget, loss=torch.sum, optimizer=given)
         self.losses: list[float] = []
 
     def train(self, epochs: int, *, save_at: int = 0, path: Any = None) -> None:
