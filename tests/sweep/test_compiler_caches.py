@@ -3,6 +3,8 @@
 Each process measures other times, as on a loaded machine: they are disturbed at random.
 """
 
+# pyright: reportMissingImports=false
+
 import json
 import os
 import shutil
