@@ -48,7 +48,7 @@ def test_plans_of_a_frontier_are_located():
 
 def test_a_plan_for_another_model_is_refused():
     nowhere = Span(Place("missing", 0, True), Place("too", 0, False))
-    with pytest.raises(PlanError, match="enter missing#0"):
+    with pytest.raises(PlanError, match="the start of missing"):
         locate(small_graph(), Plan((nowhere,)))
 
 

@@ -154,10 +154,10 @@ def test_regions_are_those_of_the_plan():
         model(torch.ones(2, 4))
     applied.remove()
     assert seen.names == [
-        "enter model#0 .. leave layers.1#0",
-        "enter layers.0#0 .. leave layers.0#0",
-        "leave layers.0#0 .. leave layers.1#0",
-        "leave layers.1#0 .. leave model#0",
+        "the start of the model to the end of layers.1",
+        "layers.0",
+        "the end of layers.0 to the end of layers.1",
+        "the end of layers.1 to the end of the model",
     ]
 
 
@@ -170,7 +170,7 @@ def test_a_module_that_is_called_again_is_told_by_its_call():
     with Watching() as seen:
         twice(torch.ones(2, 4))
     applied.remove()
-    assert seen.names == ["enter 0.0#1 .. leave 0.0#1"]
+    assert seen.names == ["0.0 (call 2)"]
 
 
 def test_without_gradients_nothing_runs_in_regions():

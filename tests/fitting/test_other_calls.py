@@ -439,3 +439,61 @@ def python_calls(count: int) -> int:
 def test_a_call_costs_as_many_python_calls_whatever_the_number_of_modules():
     # Two of them look whether a part of the model is called by itself.
     assert python_calls(20) == python_calls(200) <= 52
+
+
+def stack_of_perceptrons() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in "abcd")
+    )
+
+
+def sample_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    def loss(values: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return torch.func.functional_call(model, values, (sample,)).square().sum()
+
+    values: dict[str, Tensor] = dict(model.named_parameters())
+    return list(torch.vmap(torch.func.grad(loss), (None, 0))(values, x).values())
+
+
+def mapped(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = torch.vmap(model)(x)
+    return [y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))]
+
+
+def reverse_jacobian(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [torch.func.jacrev(lambda t: model(t).sum(0))(x)]
+
+
+def forward_jacobian(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [torch.func.jacfwd(lambda t: model(t).sum(0))(x)]
+
+
+@pytest.mark.parametrize("compiled", [False, "exact"])
+@pytest.mark.parametrize("has_two_passes", [False, True])
+@pytest.mark.parametrize(
+    "transform", [sample_gradients, mapped, reverse_jacobian, forward_jacobian]
+)
+def test_a_call_inside_a_transform_runs_without_a_plan(
+    transform, has_two_passes, compiled
+):
+    x = torch.randn(64, 8)
+    expected = transform(stack_of_perceptrons(), x)
+    model = stack_of_perceptrons()
+
+    def step() -> None:
+        for _ in range(1 + has_two_passes):
+            model(x).square().sum().backward()
+
+    _, report = recoup.fit(model, step=step, budget=0.7, compile=compiled)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert all(map(torch.equal, expected, transform(model, x)))
+    said = [w for w in caught if isinstance(w.message, recoup.errors.BudgetWarning)]
+    assert len(said) == (0 if compiled else 1)
+    assert all("inside a transform of torch.func" in str(w.message) for w in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+    report.remove()

@@ -40,8 +40,13 @@ class Place:
     @property
     def label(self) -> str:
         """The place in words."""
-        verb = "enter" if self.entering else "leave"
-        return f"{verb} {self.module or 'model'}#{self.call}"
+        return f"the {'start' if self.entering else 'end'} of {self.call_label}"
+
+    @property
+    def call_label(self) -> str:
+        """The call of the module, in words."""
+        number = f" (call {self.call + 1})" if self.call else ""
+        return f"{self.module or 'the model'}{number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,14 @@ class Span:
     made: tuple[tuple[str, int], ...] = ()
     inner: tuple["Span", ...] = ()
     by_call: bool = False
+
+    @property
+    def label(self) -> str:
+        """The interval in words: a module, or from where to where."""
+        whole = replace(self.start, entering=False) == self.stop
+        if whole and self.start.entering:
+            return self.start.call_label
+        return f"{self.start.label} to {self.stop.label}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

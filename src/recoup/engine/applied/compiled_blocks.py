@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from recoup.backend.autograd.transforms import is_transformed
 from recoup.backend.compiler.joint_graphs import JointGraph
 from recoup.backend.compiler.partitioning import (
     Executor,
@@ -69,7 +70,7 @@ class CompiledForward:
     cause some. Beyond the limit a block gets a separate code object; beyond that one's
     limit it runs in a region that recomputes everything, with a warning. Under a
     dispatch mode, which sees no operators of a compiled block, it also runs in such a
-    region, without a warning.
+    region, without a warning. Inside a transform of torch.func it runs eagerly.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class CompiledForward:
     @leave_uncompiled  # compiled with the whole model it would lose its partition
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_transformed():
             return self.eager(*args, **kwargs)
         if sees_operators():
             return self._in_region(*args, **kwargs)

@@ -92,7 +92,7 @@ class _Interval:
         self.table = table_of(span.held)
         self.made = dict(span.made)
         self.is_repeated = span.by_call
-        self.name = f"{span.start.label} .. {span.stop.label}"
+        self.name = span.label
         self.key = ("plan", serial, self.name)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recoup.backend.autograd.transforms import is_transformed
 from recoup.backend.state.trees import tensors_within
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan
@@ -145,6 +146,8 @@ class Adapted:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Choice:
         whole = model if self._model is None else self._model
+        if is_transformed():
+            return self.parts[0].choose(whole, args, kwargs)
         root = next(n for n in self._roots if whole.get_submodule(n) is model)
         number = self._order.pass_of(root, shapes_of((args, kwargs)))
         expected = self._order.expected

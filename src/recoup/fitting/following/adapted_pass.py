@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recoup.backend.autograd.transforms import is_transformed
 from recoup.backend.state.model_state import ModelState, StateReader
 from recoup.backend.state.trees import named_tensors
 from recoup.core.graph import Graph
@@ -205,6 +206,9 @@ class AdaptedPass:
             is_alone: No call of another pass waits for its backward.
             metered: Counts the bytes of the step that begins with this call.
         """
+        if is_transformed():
+            self._warnings.say_transformed(self._graph)
+            return None, None
         state = self._state_of(model)
         if self._is_fixed:
             self._say_if_open()
@@ -212,12 +216,7 @@ class AdaptedPass:
         found = named_tensors((args, kwargs))
         key = key_of(found)
         if len(self._measured) < self.plan.model_calls:
-            if not self._measured:
-                self.unseen_bytes = unseen_bytes(self._graph, model, found)
-            measured = MeasuredCall(key, size_of(key), bytes_of(found), state)
-            self._measured.append(measured)
-            self._chosen = self.plan
-            return self.plan, CallWatch(self, None, self.plan)
+            return self._choose_measured(model, found, key, state)
         if self._observed is not None:
             self._learn(*self._observed)
         if (other := self._others.get(state.trained)) is not None:
@@ -241,6 +240,21 @@ class AdaptedPass:
             first, self.first = self.first, None
             metered = metered or first(self._warnings, self.unseen_bytes, model, found)
         return self._chosen, CallWatch(self, case, self._chosen, metered)
+
+    def _choose_measured(
+        self,
+        model: nn.Module,
+        found: Sequence[tuple[str, Tensor]],
+        key: CallKey,
+        state: ModelState,
+    ) -> Choice:
+        """Note a call of the measured step, the first calls after `fit`."""
+        if not self._measured:
+            self.unseen_bytes = unseen_bytes(self._graph, model, found)
+        measured = MeasuredCall(key, size_of(key), bytes_of(found), state)
+        self._measured.append(measured)
+        self._chosen = self.plan
+        return self.plan, CallWatch(self, None, self.plan)
 
     def _metered_step(
         self,

@@ -111,6 +111,16 @@ class BudgetWarnings:
             kinds=["outside"],
         )
 
+    def say_transformed(self, graph: Graph) -> None:
+        """Warn of a call inside a transform of torch.func."""
+        self.say(
+            "expected a call as in the measured step, got one inside a transform of "
+            "torch.func, or with batched gradients: no plan applies to it. At the "
+            "measured size {needs}.",
+            simulate(graph, ()).peak_bytes,
+            kinds=["transformed"],
+        )
+
     def say_open(self, times: int, needed_bytes: int) -> None:
         """Warn of a call whose memory adds to that of calls before it."""
         self.say(
