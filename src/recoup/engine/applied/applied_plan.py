@@ -336,6 +336,8 @@ class Applied:
         After an exception torch calls the forward hooks, but not after an interrupt. (A
         model that calls itself runs without regions from then on, which is correct.)
         """
+        if not _RUNS.stack:
+            return
         mine = [item for item in _RUNS.stack if item[0] is self]
         for entry in reversed(mine):
             _, run, watch, _ = entry
