@@ -143,10 +143,31 @@ def storages_in(tree: Any) -> list[torch.UntypedStorage]:
     return found
 
 
+def tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements, of any layout and kind.
+
+    A sparse tensor or a wrapper subclass counts as its parts, a sharded tensor as its
+    shard.
+
+    Examples:
+        >>> tensor_bytes(torch.ones(2)), tensor_bytes(torch.eye(3).to_sparse())
+        (8, 60)
+    """
+    if _has_one_storage(tensor):
+        return tensor.nbytes
+    parts = [part for part in _parts(tensor) if isinstance(part, Tensor)]
+    return sum(map(tensor_bytes, parts))
+
+
+def _has_one_storage(tensor: Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided
+    return is_strided and not is_traceable_wrapper_subclass(tensor)
+
+
 def _collect(tree: Any, found: list[torch.UntypedStorage]) -> None:
     # By hand: this runs twice per operator, and torch's pytrees are slower.
     if isinstance(tree, Tensor):
-        if tree.layout is torch.strided and not is_traceable_wrapper_subclass(tree):
+        if _has_one_storage(tree):
             found.append(tree.untyped_storage())
         else:
             _collect(_parts(tree), found)

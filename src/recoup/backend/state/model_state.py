@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup.backend.memory.ledger import tensor_bytes
 from recoup.core.units import print_bytes
 
 _SENSITIVE = (
@@ -132,13 +133,13 @@ class StateReader:
                 if gradient is None or id(parameter) in known:
                     continue
                 known.add(id(parameter))
-                found[f"{path}.{name}" if path else name] = gradient.nbytes
+                found[f"{path}.{name}" if path else name] = tensor_bytes(gradient)
         return found
 
     def trained_bytes(self) -> dict[str, int]:
         """Return the bytes of each parameter that requires a gradient."""
         return {
-            f"{path}.{name}" if path else name: parameter.nbytes
+            f"{path}.{name}" if path else name: tensor_bytes(parameter)
             for path, owner in self._owners
             for name, parameter in _parameters_of(owner()).items()
             if parameter is not None and parameter.requires_grad

@@ -20,6 +20,7 @@ from recoup.backend.autograd.saved_tensors import (
     without_parameters,
 )
 from recoup.backend.autograd.wrappers import is_wrapper
+from recoup.backend.memory.ledger import tensor_bytes
 from recoup.backend.memory.storages import (
     NO_VERSION,
     Geometry,
@@ -343,7 +344,7 @@ class Hold:
         """The bytes it takes where it is kept."""
         if self.stored is not None:
             return self.stored.stored_bytes
-        return 0 if self.tensor is None else self.tensor.nbytes
+        return 0 if self.tensor is None else tensor_bytes(self.tensor)
 
     def hand_over(self, pack: Pack, unpack: Unpack) -> None:
         """Let the saved-tensor hooks around the region keep the value instead.

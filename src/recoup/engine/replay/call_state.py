@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from recoup.backend.memory.ledger import tensor_bytes
 from recoup.backend.memory.storages import (
     has_storage,
     storage_address,
@@ -144,7 +145,7 @@ class KeptBuffers:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._versions: list[tuple[str, Tensor, int]] = []
         for name, buffer in _named(self._slots):
-            if buffer.nbytes <= small_bytes:
+            if tensor_bytes(buffer) <= small_bytes:
                 self._copies.append((buffer, buffer.detach().clone()))
                 continue
             self._versions.append((name, buffer, version_of(buffer)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from recoup.backend.memory.ledger import tensor_bytes
 from recoup.backend.state.model_state import ModelState
 from recoup.core.graph import Graph
 from recoup.core.growth import Axis, Growth, resized
@@ -111,7 +112,7 @@ def size_of(key: CallKey) -> dict[Axis, int]:
 
 def bytes_of(found: Sequence[tuple[str, Tensor]]) -> int:
     """Return the bytes of input tensors."""
-    return sum(tensor.nbytes for _, tensor in found)
+    return sum(tensor_bytes(tensor) for _, tensor in found)
 
 
 def _argument(path: str) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from recoup.backend.memory.ledger import StorageLedger
+from recoup.backend.memory.ledger import StorageLedger, tensor_bytes
 from recoup.core.graph import BEFORE, Graph
 from recoup.core.plan import Place, Plan
 from recoup.engine.applied.model_blocks import block_names
@@ -160,7 +160,11 @@ def unseen_bytes(
     ledger = StorageLedger()
     ledger.add_all([*model.parameters(), *model.buffers(), *(t for _, t in found)])
     carried = {name for name, first in graph.gradients if first == BEFORE}
-    carried_bytes = sum(p.nbytes for n, p in model.named_parameters() if n in carried)
+    carried_bytes = sum(
+        tensor_bytes(parameter)
+        for name, parameter in model.named_parameters()
+        if name in carried
+    )
     resident_bytes = min(graph.other_bytes, default=0) - carried_bytes
     return max(0, resident_bytes - ledger.live_bytes)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recoup.backend.autograd.saved_tensors import hooks_refused, records_gradients
 from recoup.backend.autograd.transforms import carries_tangents
+from recoup.backend.memory.ledger import tensor_bytes
 from recoup.backend.memory.storages import has_storage, storage_address
 from recoup.backend.state.snapshots import buffers_restored
 from recoup.engine.replay.call_state import Captures as Variables
@@ -221,7 +222,7 @@ def fit_torch_budget(
     """
     leaves, structure = flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    state_bytes = sum(leaf.nbytes for leaf in tensors)
+    state_bytes = sum(map(tensor_bytes, tensors))
     if steps == 0:
         return Chunked(0, slots=1, chunk=1)
     seen = CapturedTensors([*captures, *captured_by(step, leaves)])
