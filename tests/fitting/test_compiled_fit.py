@@ -489,7 +489,7 @@ class TestCaptures:
         measure = BlockBench.measure
 
         def counted(bench, forward):
-            measured.append(forward)
+            measured.append(bench)
             return measure(bench, forward)
 
         monkeypatch.setattr(BlockBench, "measure", counted)
@@ -508,7 +508,10 @@ class TestCaptures:
         assert abs(missing) < 0.001 * report.measured_peak_bytes
         codes = [block.kind for block in report.plan.blocks if block.digest]
         assert len(set(codes)) == len(codes) > 0
-        assert len(measured) <= 5, "options of a kind, and the region"
+        # The input of the first block needs no gradient: it is a kind of its own.
+        kinds = {id(bench) for bench in measured}
+        assert len(kinds) == 2
+        assert len(measured) <= 4 * len(kinds) + 1, "options, and the region"
 
     def test_blocks_are_captured_under_the_steps_autocast(self):
         model, batch = stack(lambda: Layer(dropout=0), 3), tokens()
