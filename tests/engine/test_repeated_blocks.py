@@ -273,6 +273,25 @@ class TestStateOfTheCall:
             assert equal(step(block), expected)
         assert equal(step(block, lambda: change(block)), expected)
 
+    def test_and_of_an_object_that_has_the_identity_of_a_dead_one(self):
+        torch.manual_seed(0)
+        block = Configured()
+        expected = step(copy.deepcopy(block))
+        recoup.apply_plan(block, Plan((whole_span(),)))
+        for _ in range(3):
+            step(block)
+        dead = id(block.config)
+        block.config = None
+        configs = [Config()]
+        # As it happens now and then.
+        while id(configs[-1]) != dead and len(configs) < 10_000:
+            configs.append(Config())
+        block.config = configs.pop()
+        for _ in range(2):
+            assert equal(step(block), expected)
+        change = CHANGES_INSIDE[1]
+        assert equal(step(block, lambda: change(block)), expected)
+
     def test_the_change_itself_stays(self, model):
         recoup.apply_plan(model, repeating(0, 1, 2, 3))
         step(model, lambda: setattr(model.blocks[1], "factor", 7.0))
@@ -326,6 +345,19 @@ class TestFallback:
 
         self.check(model, monkeypatch, lambda m: step(m, option=Options("x")))
 
+    def test_after_an_item_went_from_one_list_to_another(self):
+        torch.manual_seed(0)
+        block = Configured()
+        block.config.table.scales, block.config.table.more = [0.5, 0.25], [1.0]
+        plain = copy.deepcopy(block)
+        recoup.apply_plan(block, Plan((whole_span(),)))
+        for each in (plain, block):
+            step(each)
+            step(each)
+            table = each.config.table
+            table.more.append(table.scales.pop())
+        assert equal(step(block), step(plain))
+
     def test_inside_a_scope(self, model, monkeypatch):
         def scoped(model: nn.Module) -> list[Tensor]:
             with CheckpointScope("all"):
@@ -346,6 +378,17 @@ class TestFallback:
         calls = calls_of(monkeypatch, Block)
         assert equal(step(model), expected)
         assert len(calls) == len(seen) == 4
+
+    def test_after_a_hook_took_the_place_of_another_one(self, model):
+        handle = model.blocks[1].linear.register_forward_hook(lambda *_: None)
+        recoup.apply_plan(model, repeating(1))
+        for _ in range(2):
+            step(model)
+        handle.remove()
+        calls: list[int] = []
+        model.blocks[1].linear.register_forward_hook(lambda *_: calls.append(1))
+        step(model)
+        assert calls == [1]
 
     def test_after_the_forward_was_replaced_there_is_a_warning_once(self, model):
         recoup.apply_plan(model, repeating(0, 1))

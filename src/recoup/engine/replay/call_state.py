@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, Protocol
@@ -356,6 +356,8 @@ class BlockView:
         self._follow(found, seen)
         self._sized: list[Any] = [*self._namespaces, *self._lists, *hooks]
         self._size = sum(map(len, self._sized))
+        self._hooks = [each for each in hooks if each]
+        self._hook_numbers = list(map(tuple, self._hooks))
         function: Any = type(block).forward
         self._globals: dict[str, Any] = getattr(function, "__globals__", {})
         self._names = [n for n, _ in variables_of(function) if n in self._globals]
@@ -364,6 +366,8 @@ class BlockView:
         ]
         self._readers += [(tuple, space) for space in self._lists]
         self._known = self._identities()
+        # An object that dies leaves its identity to the next one.
+        self._alive = [_without_tensors(read(space)) for read, space in self._readers]
 
     def _add(self, space: _Namespace, seen: set[int]) -> bool:
         """Add a namespace; return whether it is a new one."""
@@ -410,19 +414,29 @@ class BlockView:
         """
         if sum(map(len, self._sized)) != self._size:
             return False
+        if self._hooks and list(map(tuple, self._hooks)) != self._hook_numbers:
+            return False
         try:
             now = self._identities()
         except KeyError:  # one was removed and another one added
             return False
         if now == self._known:
             return True
-        for (values_of, space), new, old in zip(
-            self._readers, now, self._known, strict=True
-        ):
-            for value, one, other in zip(values_of(space), new, old, strict=True):
+        changed: dict[int, list[Any]] = {}
+        for place, (new, old) in enumerate(zip(now, self._known, strict=True)):
+            if new == old:
+                continue
+            if len(new) != len(old):  # an item went from one list to another
+                return False
+            values_of, space = self._readers[place]
+            values = values_of(space)
+            for value, one, other in zip(values, new, old, strict=True):
                 if one != other and not _is_constant(value):
                     return False
+            changed[place] = _without_tensors(values)
         self._known = now
+        for place, values in changed.items():
+            self._alive[place] = values
         return True
 
     def contents(self) -> "_Contents":
@@ -488,6 +502,11 @@ def _reader(space: dict[Any, Any]) -> _Reader:
     names = [name for name in space if name not in HOOKS]
     # Of one name alone it would return no tuple.
     return operator.itemgetter(*names, names[0]) if names else lambda _: ()
+
+
+def _without_tensors(values: Iterable[Any]) -> list[Any]:
+    """Return the values that may be kept alive: they take no memory of a device."""
+    return [value for value in values if not isinstance(value, Tensor)]
 
 
 def _is_constant(value: Any) -> bool:
