@@ -6,6 +6,7 @@ import io
 import pickle
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,20 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from recoup import (
+    ActivationCheckpointer,
     CheckpointGroup,
     CheckpointManager,
     CheckpointProfiler,
     CheckpointScope,
+    Device,
+    Disk,
+    EightBit,
+    Half,
+    Host,
+    KeepCostly,
+    KeepSmall,
+    MixedPrecisionScope,
+    Packed,
     checkpoint,
     checkpoint_module,
 )
@@ -243,6 +254,36 @@ class Net(nn.Module):
         return self.group.checkpoint_fn(x, block)
 
 
+class Using(nn.Module):
+    """Holds something that its forward uses in, or in place of, a scope."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held
+        if isinstance(held, ActivationCheckpointer):
+            return held.checkpointed_forward(x, [0, 1], lambda h, _: self.run(h))
+        if isinstance(held, KeepCostly | KeepSmall):
+            held = CheckpointScope("a", policy=held)
+        elif not isinstance(held, MixedPrecisionScope):
+            held = CheckpointScope("a", store=held)
+        with held:
+            return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)).exp().sin()
+
+
+HELD = [
+    *(Device(), Half(), EightBit(), Packed(smallest_bytes=0)),
+    *(Host(smallest_bytes=0), Disk(smallest_bytes=0)),
+    *(KeepCostly(), KeepSmall(100), ActivationCheckpointer(), MixedPrecisionScope()),
+]
+
+
 def saved_and_loaded(net: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(net, file)
@@ -279,6 +320,27 @@ class TestCopies:
         assert other.scope.statistics.calls == before + 1
         assert net.scope.statistics.calls == before
         assert other.manager.statistics["net"].calls == before + 1
+
+    @pytest.mark.parametrize("way", COPIES)
+    @pytest.mark.parametrize("when", ["before", "with a graph", "after"])
+    @pytest.mark.parametrize("held", HELD, ids=lambda held: type(held).__name__)
+    def test_so_is_one_that_holds_stores_policies_and_checkpointers(
+        self, way, when, held
+    ):
+        net, x = Using(held), torch.randn(64, 8)
+        y = net(x) if when != "before" else None
+        if when == "after":
+            assert y is not None
+            y.sum().backward()
+        other = COPIES[way](net)
+        if y is not None and when == "with a graph":
+            y.sum().backward()
+        found = []
+        for each in (net, other):
+            each.zero_grad()
+            each(x).sum().backward()
+            found.append([p.grad for p in each.parameters()])
+        assert all(map(torch.equal, *found))
 
     def test_recording_makes_no_more_calls_than_before(self):
         """A scope counts without a function call of its own while it records."""
