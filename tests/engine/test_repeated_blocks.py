@@ -292,6 +292,21 @@ class TestStateOfTheCall:
         change = CHANGES_INSIDE[1]
         assert equal(step(block, lambda: change(block)), expected)
 
+    def test_a_dictionary_that_makes_its_items_is_not_asked_for_them(self, model):
+        asked: list[str] = []
+
+        class Lazy(dict[str, float]):
+            def __getitem__(self, name: str) -> float:
+                asked.append(name)
+                return super().__getitem__(name)
+
+        model.blocks[0].lazy = Lazy(scale=0.5)
+        expected = step(copy.deepcopy(model))
+        recoup.apply_plan(model, repeating(0))
+        for _ in range(3):
+            assert equal(step(model), expected)
+        assert asked == []
+
     def test_the_change_itself_stays(self, model):
         recoup.apply_plan(model, repeating(0, 1, 2, 3))
         step(model, lambda: setattr(model.blocks[1], "factor", 7.0))

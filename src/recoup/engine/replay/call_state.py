@@ -499,6 +499,8 @@ _MOST_FOLLOWED = 2000
 
 def _reader(space: dict[Any, Any]) -> _Reader:
     """Return a function that reads the items of a dictionary which are no hooks."""
+    if type(space) is not dict:  # its own methods may do anything
+        return lambda other: tuple(dict.values(other))
     names = [name for name in space if name not in HOOKS]
     # Of one name alone it would return no tuple.
     return operator.itemgetter(*names, names[0]) if names else lambda _: ()
