@@ -31,12 +31,14 @@ def library() -> Iterator[Any]:
         made.define("honest(Tensor(a!) x) -> ()")
         made.define("noisy(Tensor x, float rate) -> Tensor")
         made.define("noisy_(Tensor(a!) x, float rate) -> ()")
+        made.define("noisy_at(Tensor place, Tensor[] x) -> Tensor")
         made.impl("double", lambda x: x * 2, "CPU")
         made.impl("change", change, "CPU")
         made.impl("fill", fill, "CPU")
         made.impl("honest", honest, "CPU")
         for key in ("CPU", "CUDA"):
             made.impl("noisy", noisy, key)
+            made.impl("noisy_at", lambda _, x: x[0] + torch.rand_like(x[0]), key)
         made.impl("noisy_", noisy_, "CPU")
         yield getattr(torch.ops, name)
 
@@ -284,3 +286,18 @@ class TestSignature:
         steps = [False, False, True, False, True, True]
         reads = [step(chooses=chooses) for chooses in steps]
         assert [read > 0 for read in reads] == [True, False, False, True, True, False]
+
+
+@pytest.mark.cuda
+def test_draws_on_the_device_of_any_argument_are_repeated(library):
+    device = torch.accelerator.current_accelerator()
+
+    def step(region: Region) -> dict[str, Any]:
+        torch.manual_seed(0)
+        x = torch.randn(64, device=device, requires_grad=True)
+        with region("block"):
+            y = library.noisy_at(torch.zeros(()), [x.detach().exp()]).sin() * x
+        y.sum().backward()
+        return {"x": x.grad, "y": y}
+
+    assert compare(step, unverified) == []

@@ -41,20 +41,23 @@ def generators_at_hand(
 ) -> list[Generator]:
     """Return the default generators that a kernel with these arguments may draw from.
 
-    That of the CPU, and that of the arguments' device, unless it cannot be read now (as
-    during graph capture) or has none.
+    That of the CPU, and those of the arguments' devices, but for those that have none
+    or cannot be read now (as during graph capture).
 
     Examples:
         >>> generators_at_hand((torch.zeros(2),), {}) == [torch.default_generator]
         True
     """
     found = [torch.default_generator]
-    device = _device_of(args, kwargs)
-    if device.type not in ("cpu", "meta"):
+    for device in _devices_of(args, kwargs):
+        if device.type in ("cpu", "meta"):
+            continue
         module = torch.get_device_module(device)
         is_capturing = getattr(module, "is_current_stream_capturing", bool)()
         if hasattr(module, "default_generators") and not is_capturing:
-            found.append(default_generator(device))
+            generator = default_generator(device)
+            if generator not in found:
+                found.append(generator)
     return found
 
 
@@ -121,6 +124,19 @@ def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
                 return first.device
     device = kwargs.get("device")
     return torch.device("cpu") if device is None else torch.device(device)
+
+
+def _devices_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[torch.device, None]:
+    found: dict[torch.device, None] = {}
+    for argument in (*args, *kwargs.values()):
+        for each in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(each, Tensor):
+                found[each.device] = None
+            elif isinstance(each, torch.device):
+                found[each] = None
+    return found
 
 
 @dataclass(frozen=True, slots=True)
