@@ -281,7 +281,7 @@ class TestStateOfTheCall:
         for _ in range(3):
             step(block)
         dead = id(block.config)
-        block.config = None
+        del block.config
         configs = [Config()]
         # As it happens now and then.
         while id(configs[-1]) != dead and len(configs) < 10_000:
