@@ -227,7 +227,9 @@ def test_a_skipped_batch_is_not_planned(tmp_path):
 class AnyArguments(Regression):
     """Its step takes what Lightning gives."""
 
-    def training_step(self, *given: Any) -> Tensor:
+    def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *given: Any
+    ) -> Tensor:
         batch, number = given
         return super().training_step(batch, number)
 
@@ -235,7 +237,9 @@ class AnyArguments(Regression):
 class NamedArguments(Regression):
     """Its step takes a batch; Lightning gives it no name."""
 
-    def training_step(self, batch: Any, **given: Any) -> Tensor:
+    def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, batch: Any, **given: Any
+    ) -> Tensor:
         assert not given
         return super().training_step(batch, 0)
 

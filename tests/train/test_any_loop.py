@@ -235,7 +235,7 @@ def mean_of_a_pair(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def train_in_pairs(
-    kind: str, rank: int, budget: Any = None, *, path: Any = None, stop: int = 0
+    kind: str, rank: int, budget: Any = None, *, path: Any = "", stop: int = 0
 ) -> dict[str, Any]:
     """Train in bfloat16 with two batches for each step; save at `stop`, else load."""
     model = wrapped(nn.Sequential(blocks().float(), nn.Dropout(0.2)), kind)
@@ -255,7 +255,7 @@ def train_in_pairs(
         given: dict[str, Any] = {"optimizer": optimizer, "accumulate": True}
         _, report = recoup.fit(model, step=rehearse, budget=budget, **given)
     torch.manual_seed(rank)
-    if path is not None and not stop:
+    if path and not stop:
         torch.manual_seed(99)
         run.load(path)
     losses: list[float] = []
