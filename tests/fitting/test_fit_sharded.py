@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -73,6 +73,41 @@ def test_gradients_of_a_sharded_model_are_those_of_its_twin(mesh):
             mean_square(each(batch())).backward()
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(local(one.grad), local(other.grad))
+
+
+def exchange_gradients(model: Any, *, is_on: bool) -> None:
+    model.set_requires_gradient_sync(is_on)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_are_not_exchanged_yet_are_those_of_the_twin(
+    mesh, dtype, earlier
+):
+    model, twin = blocks(), blocks()
+    policy = MixedPrecisionPolicy(dtype, torch.float32)
+
+    def run(each: Any) -> None:
+        mean_square(each(batch()).float()).backward()
+
+    for each in (model, twin):
+        for block in each:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(each, mesh=mesh, mp_policy=policy)
+        exchange_gradients(each, is_on=False)
+        if earlier:
+            run(each)
+    step = partial(run, model)
+    _, report = recoup.fit(model, step=step, budget=0.9, accumulate=True)
+    # Gradients of whole parameters in the dtype of their exchange.
+    held_bytes = sum(4 * p.numel() for p in model.parameters())
+    assert report.floor_bytes > 2 * held_bytes
+    for each in (model, twin):
+        run(each)
+        exchange_gradients(each, is_on=True)
+        run(each)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(local(one.grad), local(other.grad))
 
 
 @pytest.mark.parametrize("only", ["blocks", "all"])

@@ -224,6 +224,35 @@ def test_a_skipped_batch_is_not_planned(tmp_path):
     assert callback.report is not None
 
 
+class AnyArguments(Regression):
+    """Its step takes what Lightning gives."""
+
+    def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *given: Any
+    ) -> Tensor:
+        batch, number = given
+        return super().training_step(batch, number)
+
+
+class NamedArguments(Regression):
+    """Its step takes a batch; Lightning gives it no name."""
+
+    def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, batch: Any, **given: Any
+    ) -> Tensor:
+        assert not given
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.parametrize("kind", [AnyArguments, NamedArguments])
+def test_a_step_gets_the_arguments_that_lightning_gives_it(kind):
+    plain, ours = kind(), kind()
+    train_alone(plain, None, steps=4)
+    train_alone(ours, callback := RecoupCallback(0.8), steps=4)
+    assert ours.losses == plain.losses
+    assert callback.report is not None
+
+
 def test_the_error_for_a_batch_that_does_not_fit_names_the_largest_that_does(tmp_path):
     with pytest.raises(InfeasibleError) as caught:
         train(tmp_path, RecoupCallback(1 << 12), steps=2)

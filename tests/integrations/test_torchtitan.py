@@ -3,19 +3,28 @@
 # pyright: reportPrivateImportUsage=false
 
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import recoup
 from recoup.backend.memory.meters import interval_meter
+from recoup.errors import BudgetWarning
 from tests.integrations.test_guides import GUIDES, versions_of
 from tests.support.processes import together
 
 STEPS, WIDTH = 20, 32
+STOP = 12
+BUDGET = 1_500_000
 
 
 class Block(nn.Module):
@@ -113,3 +122,104 @@ def test_the_guide_to_torchtitan_in_two_processes(tmp_path, number):
             assert measured <= budget < plain_peak
             assert ours <= budget
     assert found[0]["plan"] == found[1]["plan"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train(
+    rank: int, budget: int | None, folder: Path, *, stop: int = 0, resume: bool = False
+) -> dict[str, Any]:
+    """Train in bfloat16, two batches for each step, saved as torchtitan saves."""
+    torch.manual_seed(0)
+    model = Decoder()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    sharded: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    batches = torch.randint(64, (STEPS, 2, 8, 64), generator=generator)
+
+    def state() -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": of_model, "optimizer": of_optimizer}
+
+    first = 0
+    if resume:
+        first, loaded = STOP, state()
+        checkpoint.load(loaded, checkpoint_id=str(folder))
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+    report: Any = None
+    losses, peaks = [], []
+
+    def run(number: int) -> list[float]:
+        """Run both batches of a step; gradients are exchanged in the second."""
+        found = []
+        for part, tokens in enumerate(batches[number]):
+            sharded.set_requires_gradient_sync(part == 1)
+            loss = loss_of(model(tokens), tokens.roll(-1)) / 2
+            loss.backward()
+            found.append(loss.item())
+        return found
+
+    for number in range(first, stop or STEPS):
+        if budget is not None and report is None:
+            step = partial(run, number)
+            _, report = recoup.fit(model, step=step, budget=budget, optimizer=optimizer)
+        moments = [m for each in optimizer.state.values() for m in each.values()]
+        resident = [local(each) for each in (*model.parameters(), *moments)]
+        with interval_meter(torch.device("cpu")) as meter:
+            losses += run(number)
+        peaks.append(meter.peak_bytes + sum(each.nbytes for each in resident))
+        optimizer.step()
+        optimizer.zero_grad()
+    if stop:
+        checkpoint.save(state(), checkpoint_id=str(folder))
+    return {
+        "losses": losses,
+        "peaks": peaks,
+        "state": [local(each).detach() for each in model.parameters()],
+        "report": report,
+    }
+
+
+def save_and_resume(rank: int, folder: str) -> Any:
+    """Train without recoup, and with it and an interruption; return what differs."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("error", BudgetWarning)
+    path = Path(folder, "saved")
+    plain = train(rank, None, path)
+    begun = train(rank, BUDGET, path, stop=STOP)
+    resumed = train(rank, BUDGET, path, resume=True)
+    return {
+        "losses": (plain["losses"], begun["losses"] + resumed["losses"]),
+        "equal": all(map(torch.equal, plain["state"], resumed["state"])),
+        "peaks": (max(begun["peaks"] + resumed["peaks"]), max(plain["peaks"])),
+        "reported": [
+            (r.measured_peak_bytes, r.budget_bytes, r.plain_peak_bytes)
+            for r in (begun["report"], resumed["report"])
+        ],
+    }
+
+
+def test_blocks_in_bfloat16_accumulate_save_and_resume_in_two_processes(tmp_path):
+    found = together(save_and_resume, tmp_path, str(tmp_path), seconds=200)
+    for each in found:
+        assert isinstance(each, dict), each
+        assert each["losses"][0] == each["losses"][1]
+        assert len(each["losses"][0]) == 2 * STEPS
+        assert each["equal"]
+        ours, plain = each["peaks"]
+        assert ours <= BUDGET < plain
+        for measured, budget, plain_peak in each["reported"]:
+            assert measured <= budget < plain_peak
+    assert found[0]["losses"] != found[1]["losses"]

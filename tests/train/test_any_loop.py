@@ -1,18 +1,24 @@
 """Exact resume and recovery from out of memory in a custom loop."""
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import recoup
+from recoup.backend.memory.meters import StorageMeter
 from recoup.checkpointing import is_checkpointed
-from recoup.errors import SnapshotError
+from recoup.errors import BudgetWarning, SnapshotError
 from recoup.train import ResumableRun, StepRecovery
 from tests.support.bits import tree_differences
+from tests.support.processes import together
 from tests.support.training import Ceiling
 
 # Torch warns if memory runs out in a hook that is always called.
@@ -207,3 +213,118 @@ def test_a_step_that_cannot_fit_raises_with_the_reason():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         gradients(10)
     assert "pieces" in caught.value.__notes__[-1]
+
+
+EPOCHS, BATCHES, STOP = 4, 10, 14
+"""A step has two batches; the run is saved after 7 of 20 steps, within an epoch."""
+
+
+def wrapped(model: nn.Module, kind: str) -> Any:
+    """Return a model as it is, replicated or sharded by the processes."""
+    if kind == "replicated":
+        return nn.parallel.DistributedDataParallel(model)
+    if kind == "sharded":
+        for block in model.get_submodule("0").children():
+            fully_shard(block)
+        fully_shard(model)
+    return model
+
+
+def mean_of_a_pair(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(output.float(), target) / 2
+
+
+def train_in_pairs(
+    kind: str, rank: int, budget: Any = None, *, path: Any = "", stop: int = 0
+) -> dict[str, Any]:
+    """Train in bfloat16 with two batches for each step; save at `stop`, else load."""
+    model = wrapped(nn.Sequential(blocks().float(), nn.Dropout(0.2)), kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = ResumableRun(model, optimizer)
+    rows = torch.arange(4.0 * 64 * BATCHES).reshape(-1, 4).add(rank).sin()
+    loader = DataLoader(TensorDataset(rows, rows), 64, shuffle=True)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+
+    def rehearse() -> None:
+        with autocast:
+            loss = mean_of_a_pair(model(rows[:64]), rows[:64])
+        loss.backward()
+
+    report: Any = None
+    if budget is not None:
+        given: dict[str, Any] = {"optimizer": optimizer, "accumulate": True}
+        _, report = recoup.fit(model, step=rehearse, budget=budget, **given)
+    torch.manual_seed(rank)
+    if path and not stop:
+        torch.manual_seed(99)
+        run.load(path)
+    losses: list[float] = []
+    peaks: list[int] = []
+    while run.epoch < EPOCHS and len(losses) != (stop or -1):
+        for batch in run.batches(loader):
+            with StorageMeter("cpu") as meter:
+                meter.track(model, *batch)
+                meter.track(*(p.grad for p in model.parameters() if p.grad is not None))
+                for state in optimizer.state.values():
+                    meter.track(*state.values())
+                with autocast:
+                    loss = mean_of_a_pair(model(batch[0]), batch[1])
+                loss.backward()
+            peaks.append(meter.peak_bytes)
+            losses.append(loss.item())
+            if len(losses) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if len(losses) == stop:
+                run.save(path)
+                break
+    state = {
+        name: each.to_local() if isinstance(each, DTensor) else each
+        for name, each in model.state_dict().items()
+    }
+    return {"losses": losses, "peaks": peaks, "state": state, "report": report}
+
+
+def saved_and_resumed(rank: int, kind: str, folder: str, share: float) -> Any:
+    """Train plainly, and within a budget with an interruption; return what differs."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("error", BudgetWarning)
+    plain = train_in_pairs(kind, rank)
+    if kind == "replicated":
+        # In its second step DDP replaces its buckets, and the meter sees only new ones.
+        del plain["peaks"][1]
+    budget, path = int(share * max(plain["peaks"])), Path(folder, "run")
+    begun = train_in_pairs(kind, rank, budget, path=path, stop=STOP)
+    resumed = train_in_pairs(kind, rank, budget, path=path)
+    if kind == "replicated":
+        del begun["peaks"][1], resumed["peaks"][1]
+    states = plain["state"], resumed["state"]
+    return {
+        "steps": (len(plain["losses"]), len(resumed["losses"])),
+        "losses": (plain["losses"], begun["losses"] + resumed["losses"]),
+        "differences": list(tree_differences(*states, where="")),
+        "peaks": (max(begun["peaks"] + resumed["peaks"]), budget, max(plain["peaks"])),
+    }
+
+
+def assert_same_run(found: Any) -> None:
+    assert isinstance(found, dict), found
+    assert found["steps"] == (EPOCHS * BATCHES, EPOCHS * BATCHES - STOP)
+    assert found["losses"][0] == found["losses"][1]
+    assert found["differences"] == []
+    ours, budget, plain = found["peaks"]
+    assert ours <= budget < plain
+
+
+def test_a_loop_in_bfloat16_that_accumulates_resumes_bitwise_within_its_budget(
+    tmp_path,
+):
+    assert_same_run(saved_and_resumed(0, "alone", str(tmp_path), 0.8))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_a_loop_in_two_processes_resumes_bitwise_within_its_budget(tmp_path, kind):
+    found = together(saved_and_resumed, tmp_path, kind, str(tmp_path), 0.9)
+    for each in found:
+        assert_same_run(each)
+    assert found[0]["losses"] != found[1]["losses"], "each has data of its own"

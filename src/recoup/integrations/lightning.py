@@ -3,12 +3,12 @@
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 # pyright: reportUntypedBaseClass=false, reportGeneralTypeIssues=false
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -107,7 +107,9 @@ class RecoupCallback(Callback):
             return
         self._is_waiting = False
         optimizer = trainer.optimizers[0]
-        takes_number = len(inspect.signature(pl_module.training_step).parameters) > 1
+        takes_number = is_param_in_hook_signature(
+            pl_module.training_step, "batch_idx", min_args=2
+        )
 
         def run(model: nn.Module, batch: Any) -> None:
             del model  # the strategy has it

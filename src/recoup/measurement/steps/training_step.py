@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recoup.backend.autograd.hook_stacks import StacksSnapshot
 from recoup.backend.state.attributes import Numbers
+from recoup.backend.state.held_gradients import HeldGradients
 from recoup.backend.state.snapshots import (
     Buffers,
     Gradients,
@@ -71,6 +72,7 @@ class Repetition:
         self._before = StateSnapshot(
             *self._things, devices=devices, with_attributes=True, on_cpu=True
         )
+        self._held = HeldGradients(self._before.modules)
         copied = set(map(id, self._before.buffers.tensors))
         self._written = WrittenTensors(t for t in known if id(t) not in copied)
         self._set_up: tuple[Buffers, Numbers] | None = None
@@ -79,6 +81,7 @@ class Repetition:
     def take_gradients(self) -> None:
         """Remove the gradients until `restore`."""
         self._gradients.take_off()
+        self._held.drop()
 
     def watched(self, run: Callable[[], object]) -> Callable[[], object]:
         """Return the step as a function that observes the writes of its first run."""
@@ -96,7 +99,7 @@ class Repetition:
             waiting: Whether to restore buffers and written tensors, for which the host
                 waits for an accelerator.
         """
-        self._gradients.drop()
+        self.drop_gradients()
         if waiting:
             if self._runs == 1:
                 modules = self._before.modules
@@ -113,14 +116,17 @@ class Repetition:
     def drop_gradients(self) -> None:
         """Drop the gradients of a run."""
         self._gradients.drop()
+        self._held.drop()
 
     def carry_gradients(self) -> None:
         """Set zero gradients for the next run on leaves that got gradients before."""
         self._gradients.carry()
+        self._held.carry()
 
     def restore(self) -> None:
         """Restore the state from before the first run."""
         self._gradients.restore()
+        self._held.restore()
         self._before.restore()
         self._written.restore()
 
