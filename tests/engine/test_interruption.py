@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from recoup import (
 from recoup.backend.autograd.saved_tensors import ambient_hooks
 from recoup.engine.recording.active import open_regions
 from tests.support.interrupts import Interrupter
+from tests.support.twin import leftovers
 
 
 class Fatal(nn.Module):
@@ -446,3 +448,17 @@ def test_a_module_called_again_in_backward_does_not_close_an_interrupted_one():
     (wanted,) = torch.autograd.grad(plain.sum(), x, create_graph=True)
     assert torch.equal(first, wanted)
     assert torch.equal(second, torch.autograd.grad(wanted.sum(), x)[0])
+
+
+def test_more_nested_scopes_than_python_can_call_leave_nothing_behind():
+    x = X.clone().requires_grad_()
+    with pytest.raises(RecursionError), contextlib.ExitStack() as scopes:
+        for depth in range(sys.getrecursionlimit()):
+            scopes.enter_context(CheckpointScope(f"{depth}"))
+        x.sin().exp()
+    assert open_regions() == []
+    assert list(leftovers()) == []
+    with CheckpointScope("after"):
+        y = x.sin().exp()
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, x.cos() * x.sin().exp())
