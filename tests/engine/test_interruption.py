@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from recoup import (
 from recoup.backend.autograd.saved_tensors import ambient_hooks
 from recoup.engine.recording.active import open_regions
 from tests.support.interrupts import Interrupter
+from tests.support.twin import leftovers
 
 
 class Fatal(nn.Module):
@@ -446,3 +448,21 @@ def test_a_module_called_again_in_backward_does_not_close_an_interrupted_one():
     (wanted,) = torch.autograd.grad(plain.sum(), x, create_graph=True)
     assert torch.equal(first, wanted)
     assert torch.equal(second, torch.autograd.grad(wanted.sum(), x)[0])
+
+
+def nested(x: Tensor, factor: Tensor, depth: int) -> Tensor:
+    with contextlib.ExitStack() as scopes:
+        for number in range(depth):
+            scopes.enter_context(CheckpointScope(f"{number}"))
+        return (x * factor).sin().exp()
+
+
+def test_more_nested_scopes_than_python_can_call_leave_nothing_behind():
+    x, factor = X.clone().requires_grad_(), torch.full_like(X, 2.0)
+    (expected,) = torch.autograd.grad((x * factor).sin().exp().sum(), x)
+    with pytest.raises(RecursionError):
+        nested(x, factor, sys.getrecursionlimit())
+    assert open_regions() == []
+    assert list(leftovers()) == []
+    (found,) = torch.autograd.grad(nested(x, factor, 3).sum(), x)
+    assert torch.equal(found, expected)

@@ -59,6 +59,15 @@ class ExternalHolds:
     def part(self) -> None:
         """Detach all holds; mark those whose tensor got another storage as moved."""
         separate_holds(self._holds.values())
+        self._forget()
+
+    def drop(self) -> None:
+        """Drop all holds, when nothing is recomputed any more."""
+        for hold, _ in self._holds.values():
+            hold.drop()
+        self._forget()
+
+    def _forget(self) -> None:
         self._holds = {}
         self._found = {}
         self._searched = 0

@@ -179,7 +179,9 @@ class Region(Counted):
         recorder = self.__dict__.get("_recorder")
         if recorder is not None:
             recorder.paused = True
-        self.tape.attached.part()  # a hold with a graph would keep the region alive
+        # A hold with a graph would keep the region alive. Without torch: an operator
+        # runs through all regions around, and those may be too many.
+        self.tape.attached.drop()
         Footing.drop(self.hooks()[0], recorder)
         for name in ("_recorder", "_footing", "_close_if_left"):
             self.__dict__.pop(name, None)
