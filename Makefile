@@ -99,10 +99,13 @@ $(BASE): pyproject.toml constraints.txt | $(VENV)/.created
 $(PACKAGES): $(BASE)
 	$(call install,.[test])
 
-# The frameworks that recoup has integrations for. Without a network their tests are
-# skipped; torch stays the one that is there.
+# The frameworks that recoup has integrations for, and what their users add to them.
+# Without a network their tests are skipped; torch stays the one that is there. timm needs
+# torchvision, which exists for the builds of torch that TORCH=... takes.
+EXTRAS = integrations,ecosystem$(if $(TORCH),$(comma)timm)
+comma := ,
 $(INTEGRATIONS): $(PACKAGES)
-	@PIP_RETRIES=1 $(INSTALL) -e '.[integrations]' > $(VENV)/integrations.log 2>&1 \
+	@PIP_RETRIES=1 $(INSTALL) -e '.[$(EXTRAS)]' > $(VENV)/integrations.log 2>&1 \
 	|| echo "No integrations could be installed ($(VENV)/integrations.log says why):" \
 	        "their tests are skipped."
 	@touch $@
