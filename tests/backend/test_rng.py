@@ -43,6 +43,10 @@ class TestFinding:
         assert generator.device.type == x.device.type
         assert generator is default_generator(x.device)
         assert generator_of(([3],), {"device": device}) is generator
+        on_cpu = torch.ones(1)
+        assert generator_of((on_cpu,), {"device": device}) is generator
+        assert generator_of((on_cpu, [x]), {}) is generator
+        assert generator_of((x,), {"device": "cpu"}) is torch.default_generator
         state = generator.get_state()
         torch.rand(3, device=device)
         assert not same_state(state, generator.get_state())

@@ -1,5 +1,6 @@
 """What holds on an accelerator: the same bits, no more memory, no synchronisation."""
 
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -154,6 +155,19 @@ def test_copies_between_devices_are_kept():
         return {"gradient": x.grad}
 
     assert compare(step, CheckpointScope) == []
+
+
+def test_draws_on_another_device_than_the_first_argument_are_repeated():
+    def step(region: Region) -> dict[str, Any]:
+        torch.manual_seed(0)
+        x = torch.randn(8, device="cuda", requires_grad=True)
+        like = torch.ones(8)
+        with region("draws"):
+            y = (x * torch.rand_like(like, device="cuda")).sin()
+        y.sum().backward()
+        return {"gradient": x.grad}
+
+    assert compare(step, functools.partial(CheckpointScope, verify="off")) == []
 
 
 def test_backward_on_the_accelerators_own_thread_frees_everything():

@@ -21,10 +21,21 @@ def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Generator:
         >>> generator_of((torch.zeros(2),), {}) is torch.default_generator
         True
     """
+    found: torch.device | None = None
     for argument in (*kwargs.values(), *args):
+        if argument.__class__ in _PLAIN:
+            continue  # without a call: forward waits for it
         if isinstance(argument, Generator):
             return argument
-    return default_generator(_device_of(args, kwargs))
+        if found is None or found.type == "cpu":
+            found = _device_of(argument) or found
+    named = kwargs.get("device") if kwargs else None
+    if named is not None:
+        found = torch.device(named)
+    return torch.default_generator if found is None else default_generator(found)
+
+
+_PLAIN = frozenset((bool, float, int, str, type(None)))
 
 
 def default_generator(device: torch.device) -> Generator:
@@ -114,16 +125,12 @@ def devices_in_use() -> list[torch.device]:
     return [torch.device(accelerator.type, index) for index in range(count)]
 
 
-def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, Tensor):
-            return argument.device
-        if isinstance(argument, (list, tuple)) and argument:
-            first = argument[0]
-            if isinstance(first, Tensor):
-                return first.device
-    device = kwargs.get("device")
-    return torch.device("cpu") if device is None else torch.device(device)
+def _device_of(argument: Any) -> torch.device | None:
+    """Return the device of a tensor, or of the first of a list on an accelerator."""
+    if isinstance(argument, Tensor):
+        return argument.device
+    devices = sorted(_devices_of((argument,), {}), key=lambda each: each.type == "cpu")
+    return devices[0] if devices else None
 
 
 def _devices_of(
