@@ -1,8 +1,8 @@
 """Values, and the holds that keep some of them.
 
-Both own their transitions. Other modules set their attributes in four places only,
-where a call would cost as much as the rest: `demand` in `Region.pack` and
-`Saved.__del__`, `is_spare` in `record_call`, and what `Tape.save` keeps for autograd.
+Both own their transitions. Other modules set their attributes in three places only,
+where a call would cost as much as the rest: `demand` in `Saved`, which counts itself,
+`is_spare` in `record_call`, and what `Tape.save` keeps for autograd.
 """
 
 import weakref

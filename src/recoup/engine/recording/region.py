@@ -265,11 +265,10 @@ class Region(Counted):
                 self._fingerprint(value, tensor, layout)
         if value.demand == 0:
             tape.saved[value] = None
-        value.demand += 1  # written out: autograd waits
         if hold is not None and hold.stored is not None:
             hold.stored.claims += 1
         elif hold is not None and hold.tier is not None:
-            self._stores |= hold.store(value.demand)
+            self._stores |= hold.store(value.demand + 1)  # with the one made here
         return Saved(self, value, layout)
 
     @leave_uncompiled
