@@ -57,7 +57,7 @@ _MOST_GROUPS = 48
 the measured one where nothing is larger."""
 
 _MOST_CASES = 4096
-"""So many different calls are remembered, to be recognised without any work."""
+"""The most kinds of calls that are remembered, so that they are recognised at once."""
 
 _MARGIN = 0.03
 """A step of another size is predicted up to this share."""
@@ -67,7 +67,7 @@ _SURPRISE = 0.02
 prediction by more than this share."""
 
 _METERED_STEPS = 3
-"""So many steps in another state are metered, until one is within the budget."""
+"""The most steps in another state to meter until one is within the budget."""
 
 _NO_PLAN = Plan()
 """Stands for the plan of an observed call, whose blocks are all recomputed."""
@@ -119,7 +119,7 @@ class AdaptedPass:
         return {**vars(self), "_reader": None, "_observed": None}
 
     def tighten(self) -> bool:
-        """Plan anew for less memory; say whether that was possible.
+        """Plan again for less memory; return whether that was possible.
 
         A plan that takes much less than the budget was still too much.
         """
@@ -356,7 +356,7 @@ class AdaptedPass:
         return max(0, peak_bytes - self._warnings.budget_bytes)
 
     def leave_room(self, nbytes: int) -> None:
-        """Plan the measured step for so many bytes less, or as small as it can be."""
+        """Plan the measured step for `nbytes` less, or with the smallest plan."""
         target_bytes = self.plan.peak_bytes - nbytes
         self.adopt(self._replanned(self._graph, target_bytes)[0])
 
