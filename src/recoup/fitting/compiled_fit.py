@@ -218,6 +218,7 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
             expected = gradients_of(step)
             noise = difference_from(expected, step)
             calls = sample_calls(step, found)
+        tell("timing the plain step")
         plain_seconds = _plain_seconds(step, plain)
         search.capture(calls, found)
         del calls  # its tensors would count in the peaks that follow
