@@ -97,7 +97,7 @@ def test_the_meter_refuses_what_only_a_kernel_can_size():
         shadows.instead_of(lstm),
         shadows.mode,
         FakeMeter(),
-        pytest.raises(UnsupportedError, match="only its kernel knows"),
+        pytest.raises(UnsupportedError, match="where only the kernel knows"),
     ):
         lstm(x)
 

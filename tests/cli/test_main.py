@@ -656,7 +656,7 @@ WRONG = [
         USAGE,
         "without --dry",
     ),
-    (["measure", "steps.py:looks", "--dry"], FAILED, "depends on the numbers"),
+    (["measure", "steps.py:looks", "--dry"], FAILED, "depend on tensor contents"),
     (["measure", "steps.py:raises", "--dry"], TARGET, "the data is not there"),
     (["measure", "steps.py:make", "--budget", "1KiB"], INFEASIBLE, "cannot be met"),
     (["compare", "steps.py:make", "--budget", "8 bananas"], USAGE, "bananas"),

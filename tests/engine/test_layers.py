@@ -329,7 +329,7 @@ class TestForward:
 
     def test_the_square_root_keeps_and_recomputes_fewest(self):
         table = checkpointer("sqrt")
-        with pytest.raises(UsageError, match="once a forward has run"):
+        with pytest.raises(UsageError, match="expected a forward before this"):
             table.is_checkpoint_layer(0)
         table.checkpointed_forward(torch.ones(1), range(100), simple)
         assert table.num_checkpoints() == math.isqrt(100)

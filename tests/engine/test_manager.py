@@ -94,7 +94,9 @@ class TestRegistration:
         assert len(manager.scopes) == 2
 
     def test_an_unknown_scope_cannot_be_unregistered(self):
-        with pytest.raises(UsageError, match="'block' is not registered"):
+        with pytest.raises(
+            UsageError, match="expected a registered scope, got 'block'"
+        ):
             CheckpointManager().unregister_scope(CheckpointScope("block"))
 
     @pytest.mark.parametrize("scope", [None, "block"])

@@ -250,7 +250,7 @@ class TestTakingOff:
 
     def test_putting_it_on_twice_is_refused(self):
         model = checkpoint_module(Mlp())
-        with pytest.raises(UsageError, match=r"Mlp.*already.*uncheckpoint_module"):
+        with pytest.raises(UsageError, match=r"Mlp that is not.*uncheckpoint_module"):
             checkpoint_module(model)
 
     @pytest.mark.parametrize("call", [checkpoint_module, uncheckpoint_module])
@@ -260,7 +260,7 @@ class TestTakingOff:
 
     def test_an_unknown_way_to_verify_is_refused_before_anything_is_done(self):
         model = Mlp()
-        with pytest.raises(UsageError, match="verify must be one of"):
+        with pytest.raises(UsageError, match="expected verify to be one of"):
             checkpoint_module(model, verify="sometimes")
         assert not is_checkpointed(model)
 

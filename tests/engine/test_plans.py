@@ -357,6 +357,6 @@ def test_a_plan_for_other_modules_is_refused():
 
 def test_a_plan_for_another_model_is_refused():
     plan = Plan(PLANS["each layer"], model=digest_of(Model(4)))
-    with pytest.raises(PlanError, match="another model"):
+    with pytest.raises(PlanError, match="got one for a model with other modules"):
         apply_plan(Model(3), plan)
     apply_plan(Model(4), plan).remove()

@@ -251,7 +251,7 @@ class TestTracking:
     def test_starting_twice_is_refused(self):
         with (
             CheckpointProfiler() as profiler,
-            pytest.raises(UsageError, match="tracking already"),
+            pytest.raises(UsageError, match="expected a profiler that is not tracking"),
         ):
             profiler.start_tracking()
         assert list(leftovers()) == []
@@ -422,7 +422,9 @@ class TestTheClass:
     def test_starting_it_twice_is_refused(self):
         CheckpointProfiler.start_tracking()
         try:
-            with pytest.raises(UsageError, match="tracking already"):
+            with pytest.raises(
+                UsageError, match="expected a profiler that is not tracking"
+            ):
                 CheckpointProfiler.start_tracking()
         finally:
             CheckpointProfiler.stop_tracking()

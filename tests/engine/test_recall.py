@@ -36,6 +36,17 @@ def ask(recall: ReplayCache, value: TapeValue) -> Tensor | None:
     return recall.give(Saved(region, value, None), 7)
 
 
+def test_a_value_counts_the_saved_tensors_that_refer_to_it():
+    value = TapeValue(0, geometry_of(x))
+    region: Any = SimpleNamespace(recall=None)
+    saved = [Saved(region, value, None) for _ in range(3)]
+    assert value.demand == 3
+    saved.pop()
+    assert value.demand == 2
+    saved.clear()
+    assert value.demand == 0
+
+
 @pytest.mark.parametrize("use", [ask, ReplayCache.release])
 def test_a_value_and_its_views_are_freed_at_the_last_use(use):
     recall, value, layout = recalled(demand=2)

@@ -427,8 +427,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("module", "words"),
         [
-            (nn.Linear(2, 2), "found 0 of them in this Linear"),
-            (nn.Sequential(nn.Linear(2, 2)), "found 1 of them"),
+            (nn.Linear(2, 2), "got a Linear with 0"),
+            (nn.Sequential(nn.Linear(2, 2)), "got a Sequential with 1"),
             (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "has none"),
         ],
         ids=["a layer", "one block", "a list"],
@@ -449,12 +449,12 @@ class TestRefusals:
         model = chain(4)
         plan = Plan((Span(Place("0", 0, True), Place("1", 0, False)),))
         applied = apply_plan(model, plan)
-        with pytest.raises(UsageError, match="active on it already"):
+        with pytest.raises(UsageError, match="got one that has them on it already"):
             checkpoint_module(model, segment_size=2)
         assert not is_checkpointed(model)
         applied.remove()
         checkpoint_module(model, segment_size=2)
-        with pytest.raises(UsageError, match=r"segments or .*uncheckpoint_module"):
+        with pytest.raises(UsageError, match=r"For segments, .*uncheckpoint_module"):
             apply_plan(model, plan)
-        with pytest.raises(UsageError, match="checkpointed already"):
+        with pytest.raises(UsageError, match="that is not checkpointed, got one"):
             checkpoint_module(model, segment_size=2)

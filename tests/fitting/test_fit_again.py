@@ -81,7 +81,7 @@ def test_a_model_with_a_plan_gets_no_second_one():
         lambda: recoup.apply_plan(nn.Sequential(model), Plan()),
         lambda: recoup.apply_plan(copy.deepcopy(model), report.plan),
     ):
-        with pytest.raises(UsageError, match="active on"):
+        with pytest.raises(UsageError, match="without a plan or segments"):
             attempt()
     assert list(tree_differences(before, state_of(model), where="")) == []
     report.remove()
@@ -203,5 +203,5 @@ def test_a_frontier_is_that_of_a_model_or_of_its_graph():
         )
     ]
     assert min(peaks[0]) == min(peaks[1])
-    with pytest.raises(UsageError, match="either a graph"):
+    with pytest.raises(UsageError, match="expected a measured graph alone"):
         recoup.frontier(graph, batch)

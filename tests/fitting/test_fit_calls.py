@@ -178,7 +178,10 @@ def test_a_step_that_calls_only_a_part_of_the_model_is_fitted_there():
 def test_a_step_that_does_not_call_the_model_is_refused():
     model, other, x = Stack(), Stack(), odd_batch()
     before = state_of(model)
-    with pytest.raises(recoup.errors.UsageError, match="does not call this Stack"):
+    with pytest.raises(
+        recoup.errors.UsageError,
+        match="step that calls this Stack with gradients, got none",
+    ):
         recoup.fit(model, step=lambda: mean_square(other(x)).backward(), budget=0.7)
     assert list(tree_differences(before, state_of(model), where="")) == []
     assert list(leftovers()) == []

@@ -188,7 +188,7 @@ class TestAModel:
         assert list(leftovers()) == []
 
     def test_apply_needs_the_switch_and_a_model(self):
-        with pytest.raises(UsageError, match="auto_checkpoint is off"):
+        with pytest.raises(UsageError, match="expected auto_checkpoint=True for apply"):
             CheckpointManager().apply(network(1))
         with pytest.raises(TypeError, match="expected a model, got str"):
             limited(1).apply("model")

@@ -139,7 +139,9 @@ class TestSeveralModels:
         with manager:
             run()
             run.loss = Squares()
-            with pytest.warns(BudgetWarning, match="goes on with other models"):
+            with pytest.warns(
+                BudgetWarning, match="got other models or larger batches"
+            ):
                 run()
             run()
             run()

@@ -236,7 +236,7 @@ def test_a_model_without_shapes_yet_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lazy = nn.LazyLinear(2)
-    with pytest.raises(UsageError, match="Call it once"):
+    with pytest.raises(UsageError, match="call it on a batch first"):
         training_step(lazy, torch.ones(2))
 
 

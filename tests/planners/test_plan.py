@@ -13,7 +13,7 @@ from recoup.core.graph import HostCosts
 from recoup.core.segments import REGION_OPERATORS, Action
 from recoup.core.simulation import simulate
 from recoup.core.trim_segments import narrowed
-from recoup.errors import InfeasibleError
+from recoup.errors import InfeasibleError, UsageError
 from recoup.planners.baselines import every_kth, greedy, recompute_all, square_root
 from recoup.planners.planner import floor, frontier, plan, plan_with
 from recoup.planners.search import Search
@@ -26,6 +26,17 @@ KEEP = frozenset({Action.KEEP})
 @pytest.fixture(scope="module")
 def graph():
     return transformer_graph(6)
+
+
+@pytest.mark.parametrize("points", [0, -1, 2.5, True, "3"])
+def test_a_frontier_has_a_positive_number_of_points(graph, points):
+    with pytest.raises(UsageError, match="expected points of at least 1, got"):
+        frontier(graph, points=points)
+
+
+def test_a_plan_is_made_for_a_graph():
+    with pytest.raises(UsageError, match="expected the Graph of a measured step, got"):
+        plan("model", 1)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5])

@@ -147,7 +147,7 @@ def test_findings_round_trip_through_a_file():
         ({"title": None}, "title is None"),
         ({"version": 7}, "'recoup findings' of version 7"),
         ({"version": 1}, "'recoup findings' of version 1"),
-        ({"more": 1}, "findings is"),
+        ({"more": 1}, "findings has an unknown field, 'more'"),
         ({"environment": [["a"]]}, "environment is ['a']"),
         ({"budget_bytes": 10**400}, "budget_bytes is 1000"),
         ({"plain_peak_bytes": -5}, "plain_peak_bytes is -5"),
@@ -183,6 +183,25 @@ def test_a_damaged_allocation_is_named(column, value, said):
     with pytest.raises(UsageError, match="file of findings") as caught:
         from_json(json.dumps(data))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda data: data["step"]["moments"]["operator"].__setitem__(0, 999),
+            "moment",
+        ),
+        (lambda data: data["step"]["phases"][0].__setitem__(1, 10**6), "forward is"),
+        (lambda data: data["plans"]["costs"][0].clear(), "costs is"),
+        (lambda data: data["plans"]["peak_moment"].__setitem__(0, 10**6), "peak_mom"),
+    ],
+)
+def test_a_number_that_refers_to_nothing_is_named(change, said):
+    data = json.loads(to_json(small_findings()))
+    change(data)
+    with pytest.raises(UsageError, match=f"file of findings is damaged.*{said}"):
+        from_json(json.dumps(data))
 
 
 def test_columns_of_different_lengths_are_refused():

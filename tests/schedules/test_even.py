@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recoup.errors import UsageError
-from recoup.schedules import Even, interpret, positions
+from recoup.schedules import Even, StoreAll, interpret, positions
 from recoup.schedules.even import compute_checkpoint_positions
 
 
@@ -55,6 +55,12 @@ def test_an_even_schedule_is_valid_and_has_the_stated_cost(steps, checkpoints):
 )
 def test_fewer_checkpoints_than_the_root_need_more_memory(steps, checkpoints, peak):
     assert Even(steps, checkpoints).counts().peak_states == peak
+
+
+def test_a_loop_without_steps_costs_nothing():
+    for schedule in (Even(0, 3), StoreAll(0)):
+        assert list(schedule.actions()) == []
+        assert interpret(schedule.actions(), 0) == schedule.counts()
 
 
 def test_negative_amounts_are_refused():

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any, cast
 
 from recoup.cli.statuses import TARGET, USAGE, CommandError
+from recoup.core.display import WIDTH
 from recoup.core.units import print_bytes
-from recoup.report.texts import WIDTH
 
 _FORM = (
     "Name it as module:function or path/to/file.py:function; it returns (model, "

@@ -1,1 +1,4 @@
-"""The vocabulary of recoup: plain data and its laws; standard library and NumPy."""
+"""The vocabulary of recoup: plans, graphs, segments, units, the footprint of a plan.
+
+Plain data and functions of it: standard library and NumPy only, no torch.
+"""

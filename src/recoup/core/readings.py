@@ -238,5 +238,5 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 def plan_file(file_format: str, version: int) -> DataFile:
     """Return the file format of one kind of plan."""
-    advice = "Make it anew with recoup.fit(...).plan.to_json()."
+    advice = "Make a new one with recoup.fit(...).plan.to_json()."
     return DataFile(file_format, version, "plan of recoup", PlanError, advice)

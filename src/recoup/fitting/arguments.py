@@ -31,7 +31,10 @@ def actions_of(allow: Iterable[Action]) -> frozenset[Action]:
     try:
         return frozenset(Action(each) for each in allow)
     except ValueError as error:
-        raise UsageError(f"allow= takes actions: {error}. There are {known}.") from None
+        raise UsageError(
+            f"expected actions for allow=, got another value: {error}. There are "
+            f"{known}."
+        ) from None
 
 
 def optimizers_of(

@@ -251,7 +251,7 @@ def _words(budget: Budget) -> str:
         return f"{budget:.0%}"
     if isinstance(budget, int):
         return print_bytes(budget)
-    return budget or "what the device has"
+    return budget or "the device's memory"
 
 
 def _failure(error: Exception) -> str:

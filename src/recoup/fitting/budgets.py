@@ -127,9 +127,9 @@ def infeasible_with(
         return error
     # The error's own text names a part of the budget: use only its reason.
     reason = (
-        f"{print_bytes(floor_bytes - error.floor_bytes)} are set aside for an "
-        "optimizer's state, for what a real step took beyond its plan, and for blocks "
-        "that an accelerator's allocator does not divide. Apart from that, "
+        f"{print_bytes(floor_bytes - error.floor_bytes)} are reserved for an "
+        "optimizer's state, for the bytes of a real step beyond its prediction, and "
+        "for blocks that an accelerator's allocator does not divide. Besides, "
         f"{error.reason}"
     )
     return reworded(

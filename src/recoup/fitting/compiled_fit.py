@@ -2,7 +2,7 @@
 
 Capture each kind of block, find sets of saved values on the Pareto front of bytes and
 time, measure a step in which every block saves the least, choose a set for each block
-by dynamic programming, compile and measure what was chosen, check it on a real step.
+by dynamic programming, compile and measure the choice, check it on a real step.
 """
 
 import time
@@ -61,7 +61,7 @@ from recoup.report.texts import slower_words
 
 @dataclass(repr=False, kw_only=True)
 class CompiledFit(FitResult):
-    """What `fit` with `compile=` did to a model, and what it costs.
+    """The result of `fit` with `compile=`: the plan and its costs.
 
     Attributes:
         plan: What each block saves.
@@ -73,7 +73,7 @@ class CompiledFit(FitResult):
         noise: The same between two eager steps: kernels that are not deterministic.
         draws_otherwise: The compiled blocks draw other random numbers than the eager
             ones, as any model compiled by Inductor does; then `difference` says little.
-        blocks: The predicted peaks while each block runs, and what it holds.
+        blocks: The predicted peaks while each block runs, and the bytes that it holds.
         outside_bytes: Those before the blocks, between their forward and backward, and
             after them.
     """
@@ -110,7 +110,7 @@ class CompiledFit(FitResult):
         return self.model
 
     def numbers(self) -> dict[str, Any]:
-        """Return what it costs as plain data, for other programs."""
+        """Return the costs as plain data, for other programs."""
         return {
             **super().numbers(),
             "difference": self.difference,
@@ -198,8 +198,8 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
 ) -> CompiledFit:
     """Find partitions of a step's blocks that fit the budget; see `fit`.
 
-    The result is not applied yet: what runs inside `untouched` leaves no trace. Call
-    its `apply` afterwards; what was compiled is not compiled again.
+    The result is not applied yet, because `untouched` restores everything. Call its
+    `apply` afterwards, which compiles nothing again.
 
     Raises:
         InfeasibleError: No choice of partitions fits.
@@ -218,6 +218,7 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
             expected = gradients_of(step)
             noise = difference_from(expected, step)
             calls = sample_calls(step, found)
+        tell("timing the plain step")
         plain_seconds = _plain_seconds(step, plain)
         search.capture(calls, found)
         del calls  # its tensors would count in the peaks that follow

@@ -318,8 +318,8 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
     (on a CPU up to 2 % of the largest tensor above it). A plan that is tried and
     rejected may exceed it; on an accelerator, one that calls blocks again is tried up
     to 1 % above it. The measured step needs the memory of recomputing every block,
-    which may be more than the smallest plan; on a CPU with enough free memory the plain
-    step is timed twice.
+    which may be more than the smallest plan. On a CPU with enough free memory the plain
+    step is timed twice; with `compile=` it is timed on any device that has the memory.
 
     Args:
         model: The model, which stays the same object with the same parameters. Or

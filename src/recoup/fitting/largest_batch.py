@@ -33,13 +33,13 @@ from recoup.planners.search import Search
 
 _SIZE: Axis = ("size", 0)
 _PLANNING_SECONDS = 0.5
-"""Planning for one size begins nothing that takes long after so many seconds."""
+"""The time after which planning for one size starts no long computation."""
 
 _FIRST = (2, 4)
 """The sizes that are measured first. Some models cannot train on a single sample."""
 
 _GROWTH = 32
-"""A size is predicted from measured ones up to so many times the largest of them."""
+"""Sizes up to this multiple of the largest measured one are predicted."""
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ def _largest_checked(
 ) -> tuple[int, FitResult]:
     """Return the largest size whose real step fits, and the result of `fit`.
 
-    What the step of one size takes is expected of the others too. After the first
-    compiled step that is fast enough a larger size is looked for once, because the
-    search has expected the time of a step without a compiler.
+    The errors of the predictions for one size are expected for the others. After the
+    first compiled step that is fast enough, a larger size is searched once, because the
+    search expects the times of steps without a compiler.
     """
     may_grow = is_compiled and sizes.slowdown is not None
     best: tuple[int, FitResult] | None = None
@@ -312,7 +312,7 @@ class _Sizes:
         self._known: dict[int, bool] = {}
 
     def leave_free(self, nbytes: int) -> None:
-        """Leave so many bytes free from now on, at least one."""
+        """Leave these bytes free from now on, at least one."""
         self._target_bytes -= max(1, nbytes)
         self._known.clear()
 

@@ -81,7 +81,8 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
         )
     if isinstance(device, str) and device.lower() in FIGURES:
         raise UsageError(
-            f"to measure for {device!r} without being there, give dry=True as well."
+            f"expected dry=True with device={device!r}, which is for estimates, got "
+            "dry=False; set it, or name a device of this machine."
         )
     described = training_step(model, batch, loss=loss, step=step, device=device)
     with untouched(described) as repeated:
@@ -173,8 +174,8 @@ def frontier(  # noqa: PLR0913 (a step can be described in several ways)
         measured = measure(measured, batch, loss=loss, step=step)
     elif batch is not None or loss is not None or step is not None:
         raise UsageError(
-            "a graph is a measured step already: give either a graph alone, or a model "
-            "with a batch."
+            "expected a measured graph alone, got a batch, loss or step as well; leave "
+            "these out, or give the model instead of the graph."
         )
     return frontier_of(measured, points=points, allow=allowed, progress=progress)
 
@@ -237,10 +238,9 @@ def _explained() -> Generator[None]:
     except NEEDS_CONTENTS as error:
         asked = getattr(error, "func", None)
         raise UnsupportedError(
-            "this step cannot be measured dry: what it does depends on the numbers in "
-            f"its tensors{f', which {asked} looks at' if asked else ''}. Measure it "
-            "for real, on any machine where one step at the least memory fits: leave "
-            "out dry=True."
+            "expected a step that does not depend on tensor contents with dry=True, "
+            f"got one that reads them{f' ({asked})' if asked else ''}; leave out "
+            "dry=True, on any machine where one step at the least memory fits."
         ) from error
     except RecoupError:
         raise

@@ -73,7 +73,7 @@ def progress_for(
         runs: The expected number of step runs.
     """
     if callable(progress):
-        yield _told(progress, runs)
+        yield _reporting(progress, runs)
         return
     shown = sys.stderr.isatty() if progress is None else progress
     if not shown:
@@ -103,7 +103,7 @@ def bar(doing: str, total: int | None = None) -> Generator[Show]:
         yield show
 
 
-def _told(progress: Progress, runs: int) -> Course:
+def _reporting(progress: Progress, runs: int) -> Course:
     """Return a course that calls `progress` once per activity."""
     before = ""
 

@@ -96,8 +96,8 @@ def suggest(model: nn.Module, *args: Any, **kwargs: Any) -> Advice:
         outputs = model(*args, **kwargs)
     if not watcher.found:
         raise UsageError(
-            "autograd saved nothing in any block of the model. Enable gradients, and "
-            "give it parameters or inputs that require them."
+            "expected a model that saves tensors for backward, got none in any block; "
+            "enable gradients, and give parameters or inputs that require them."
         )
     suggestions = [watcher.measure(region) for region in watcher.found]
     del outputs

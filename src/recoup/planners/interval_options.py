@@ -440,7 +440,7 @@ class IntervalOptions:
     ) -> Iterator[Costs]:
         """Yield the costs of options.
 
-        Values read after the interval are charged here, once, whoever holds them;
+        Values read after the interval are charged here, once, for any holder;
         values read from before it are charged there. Values that only an open region
         holds are not counted: the whole plan is simulated in the end.
         """

@@ -325,7 +325,7 @@ class Search:
     def _solve_partition(
         self, weighted: WeightedGraph, partition: Partition, budget_bytes: int
     ) -> None:
-        """Cut forward anew, and choose the values to hold in the intervals."""
+        """Cut forward again, and choose the values to hold in the intervals."""
         paths: dict[float, Path] = {}
         target = budget_bytes
         for _ in range(_TARGETS):

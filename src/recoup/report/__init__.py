@@ -1,1 +1,4 @@
-"""Reports: text, charts and pages from plain data, without torch."""
+"""Reports: text, charts and pages from plain data, without torch.
+
+`findings` is the data, `composition` makes it; nothing here measures or plans.
+"""

@@ -303,7 +303,7 @@ FINDINGS = DataFile(
     2,
     "file of findings",
     UsageError,
-    "Make it anew with `recoup fit ... --findings FILE`.",
+    "Make a new one with `recoup fit ... --findings FILE`.",
 )
 
 

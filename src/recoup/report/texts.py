@@ -39,16 +39,12 @@ def verdict(findings: Findings) -> str:
             f"Does not fit: the smallest peak known is {print_bytes(peak_bytes)}, the "
             f"budget {print_bytes(budget_bytes)}; plain {plain}."
         )
-    if view.seconds <= findings.plain_seconds or not findings.plain_seconds:
-        slower = "a step is predicted as fast as plain"
-    else:
-        share = view.seconds / findings.plain_seconds - 1
-        slower = f"a step is predicted {share:.1%} slower"
     fits = "Does not fit" if is_over else "Fits"
     budget = f" of a budget of {print_bytes(budget_bytes)}" if budget_bytes else ""
     return (
         f"{fits}: peak {print_bytes(peak_bytes)} ({how}){budget}, plain {plain}; "
-        f"{slower}{device}."
+        f"a step is predicted {pace_words(view.seconds, findings.plain_seconds)}"
+        f"{device}."
     )
 
 
@@ -319,6 +315,21 @@ def slower_words(seconds: float, plain_seconds: float) -> str:
         ('+50.0%', '-')
     """
     return f"{seconds / plain_seconds - 1:+.1%}" if plain_seconds else "-"
+
+
+def pace_words(seconds: float, plain_seconds: float) -> str:
+    """Compare the time of a step with that of the plain one.
+
+    Examples:
+        >>> pace_words(1.5, 1.0), pace_words(0.75, 1.0)
+        ('50.0% slower', '25.0% faster')
+        >>> pace_words(1.0001, 1.0), pace_words(1.0, 0.0)
+        ('as fast as plain', 'as fast as plain')
+    """
+    share = seconds / plain_seconds - 1 if plain_seconds else 0.0
+    if abs(share) < 0.0005:  # 0.0 %
+        return "as fast as plain"
+    return f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
 
 
 def fits_words(peak_bytes: int, budget_bytes: int) -> str:

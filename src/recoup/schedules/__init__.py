@@ -1,4 +1,7 @@
-"""Loop schedules as streams of integer actions; no torch here."""
+"""Loop schedules as streams of integer actions; no torch here.
+
+`schedule` defines the actions, the other modules one schedule each.
+"""
 
 from recoup.schedules.even import Even, StoreAll
 from recoup.schedules.interpreter import draw, interpret

@@ -215,7 +215,7 @@ class TestPacked:
         assert packed._cast_down(torch.randn(300), torch.bfloat16) is None
 
     def test_it_is_not_kept_on_a_lossy_tier(self):
-        with pytest.raises(UsageError, match="Turn them round"):
+        with pytest.raises(UsageError, match="swap them"):
             Packed(Half())
 
 

@@ -1,27 +1,41 @@
 """Through every exact tier gradients are bitwise those of the twin."""
 
 import functools
+from inspect import signature
 
 import pytest
 import torch
 from hypothesis import event, given, settings
 from torch import Tensor, nn
 
-from recoup import CheckpointScope, Device, Disk, Host, KeepCostly, Packed
+from recoup import CheckpointScope, Disk, Host, KeepCostly, Packed, tiers
 from recoup.engine.tiers.deposits import Deposit
 from recoup.errors import ChangedTensorError
-from recoup.tiers import Tier
+from recoup.tiers import ExactTier, Tier
 from tests.support.drawn_programs import PHASES, programs
 from tests.support.models import PROBLEMS, Problem, training
 from tests.support.programs import Program, as_step, repaired
 from tests.support.twin import Region, compare, judge
 
 HOST, DISK = Host(smallest_bytes=0), Disk(smallest_bytes=0)
+
+
+def every_exact_tier() -> dict[str, Tier]:
+    """Return each exact tier that `recoup.tiers` has, for values of any size."""
+    public = [getattr(tiers, name) for name in tiers.__all__]
+    kinds = [k for k in public if isinstance(k, type) and issubclass(k, ExactTier)]
+    found: dict[str, Tier] = {}
+    for kind in kinds:
+        options = {"smallest_bytes"} & signature(kind).parameters.keys()
+        if kind is not ExactTier:
+            found[kind.__name__.lower()] = kind(**dict.fromkeys(options, 0))
+    return found
+
+
 EXACT: dict[str, Tier] = {
-    "device": Device(),
+    **every_exact_tier(),
     "host": HOST,
     "disk": DISK,
-    "packed": Packed(smallest_bytes=0),
     "packed on host": Packed(HOST, smallest_bytes=0),
     "packed on disk": Packed(DISK, smallest_bytes=0),
 }

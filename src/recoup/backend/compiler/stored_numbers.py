@@ -1,7 +1,7 @@
-"""What was found about blocks on this machine, stored beside the compiler's caches.
+"""Measurements of blocks on this machine, stored next to the compiler's caches.
 
 Times vary between measurements, and a partition that was chosen by other times is
-compiled anew. With the times of an earlier process, a process chooses the partitions
+compiled again. With the times of an earlier process, a process chooses the partitions
 that the compiler's caches have. Predicted peaks do not vary, but take long to find.
 """
 

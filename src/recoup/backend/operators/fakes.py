@@ -120,9 +120,9 @@ class Shadows:
             return known[1]
         if not has_storage(tensor) or isinstance(tensor, FakeTensor):
             raise UnsupportedError(
-                f"a {tensor.layout} {type(tensor).__name__} of {tensor.dtype} cannot "
-                "be stood in for by one without memory. Measure it for real: leave "
-                "out dry=True."
+                f"expected tensors of plain memory with dry=True, got a "
+                f"{tensor.layout} {type(tensor).__name__} of {tensor.dtype}; leave out "
+                "dry=True to measure a real step."
             )
         kind = tensor.device.type
         device = self._device if kind == "meta" else tensor.device
@@ -240,8 +240,9 @@ class FakeMeter(StorageMeter):
             return func(*args, **kwargs)
         if func in _SIZED_BY_KERNELS:
             raise UnsupportedError(
-                f"this step cannot be measured dry: how much {func} keeps for backward "
-                "only its kernel knows. Measure it for real: leave out dry=True."
+                f"expected operators that declare what they save with dry=True, got "
+                f"{func}, where only the kernel knows; leave out dry=True to measure a "
+                "real step."
             )
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -123,9 +123,9 @@ class Applied:
         _refuse_two_plans(model)
         if isinstance(plan, Plan) and plan.model not in ("", digest_of(model)):
             raise PlanError(
-                f"this plan was made for another model than this "
-                f"{type(model).__name__}: its modules or the shapes of its parameters "
-                "differ, or their types. Make it anew with recoup.fit."
+                f"expected a plan for this {type(model).__name__}, got one for a model "
+                "with other modules, or parameters of other shapes or types; make a "
+                "new plan with recoup.fit."
             )
         self._plan = plan
         self._was_sharded = any(is_sharded(type(module)) for module in model.modules())
@@ -429,9 +429,9 @@ def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             part = f"its part {name!r}" if name else "it"
             raise UnsupportedError(
-                f"this model cannot be planned for: {part} is scripted by torch.jit, "
-                "and tells nobody when it is called. Use the model as it was before "
-                "torch.jit.script or torch.jit.trace."
+                f"expected a model whose modules run hooks, got one of torch.jit "
+                f"({part} is scripted); use the model before torch.jit.script or "
+                "torch.jit.trace."
             )
 
 
@@ -455,8 +455,8 @@ def refuse_sharded(kinds: Iterable[type[nn.Module]]) -> None:
         if is_sharded(kind):
             raise UsageError(
                 f"expected a {kind.__bases__[-1].__name__} as it was when its plan was "
-                "applied, got one that was sharded since: take the plan off "
-                "(`remove`), call fully_shard first, then recoup.fit."
+                "applied, got one that was sharded since: remove the plan (`remove`), "
+                "call fully_shard first, then recoup.fit."
             )
 
 
@@ -466,10 +466,10 @@ def _refuse_two_plans(model: nn.Module) -> None:
         if plans_on(module):
             part = f"the part {name!r} of it" if name else "it"
             raise UsageError(
-                f"this {type(model).__name__} cannot get a plan or segments: one is "
-                f"active on {part} already. Take that off first, with `remove` of what "
-                "recoup.fit, recoup.apply_plan or the manager returned, or, if it is "
-                "segments or came with a copy, with "
+                f"expected a {type(model).__name__} without a plan or segments, got "
+                f"one that has them on {part} already; call `remove` of the result "
+                "of recoup.fit, recoup.apply_plan or the manager first. For segments, "
+                "or a copy of a model with a plan, call "
                 f"recoup.uncheckpoint_module({'that part' if name else 'the model'})."
             )
 
@@ -493,9 +493,9 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
         return model.get_submodule(name)
     except AttributeError as error:
         raise PlanError(
-            f"the plan names the module {name!r}, which this {type(model).__name__} "
-            "does not have. Apply it to the model it was made for, or make it anew "
-            "with recoup.fit."
+            f"expected a model with the module {name!r} of the plan, got a "
+            f"{type(model).__name__} without it; apply the plan to the model it was "
+            "made for, or make a new plan with recoup.fit."
         ) from error
 
 

@@ -196,7 +196,7 @@ class CompiledBlocks:
         if plan.model not in ("", digest_of(model, is_unsharded=True)):
             raise PlanError(
                 f"expected a plan for this {type(model).__name__}, got one for a model "
-                "of other modules or parameters; make it anew with recoup.fit."
+                "of other modules or parameters; make a new plan with recoup.fit."
             )
         executor = cast("Executor", plan.executor)
         forwards: dict[nn.Module, CompiledForward] = {}

@@ -351,8 +351,8 @@ class ActivationCheckpointer:
         count = self._layer_count
         if self._config.checkpoint_every_n_layers == "sqrt" and count is None:
             raise UsageError(
-                "with checkpoint_every_n_layers='sqrt' the interval is known once a "
-                "forward has run."
+                "expected a forward before this with checkpoint_every_n_layers='sqrt', "
+                "got none; run forward first, which counts the layers."
             )
         interval = interval_of(self._config, count or 0)
         return interval > 0 and layer % interval == 0

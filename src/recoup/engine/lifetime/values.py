@@ -1,8 +1,8 @@
 """Values, and the holds that keep some of them.
 
-Both own their transitions. Other modules set their attributes in four places only,
-where a call would cost as much as the rest: `demand` in `Region.pack` and
-`Saved.__del__`, `is_spare` in `record_call`, and what `Tape.save` keeps for autograd.
+Both own their transitions. Other modules set their attributes in three places only,
+where a call would cost as much as the rest: `demand` in `Saved`, which counts itself,
+`is_spare` in `record_call`, and what `Tape.save` keeps for autograd.
 """
 
 import weakref
@@ -57,9 +57,9 @@ GIVEN_OTHER_MEMORY = "was given other memory, by an assignment to `.data`"
 class TapeValue:
     """One storage at one version, as a region saw it.
 
-    One is made for every operator that runs, hence the slots. Few objects shall live
-    until backward: Python's garbage collector goes through all that there are whenever
-    their number has grown by a quarter.
+    One is made for every operator that runs, hence the slots. Few objects should live
+    until backward: Python's garbage collector scans all objects whenever their number
+    has grown by a quarter.
 
     Attributes:
         producer: The index of the operation that made it, or `OUTSIDE`.
@@ -71,8 +71,8 @@ class TapeValue:
         born: A weak reference to the tensor that first named it, or `HELD` if its hold
             has that tensor. An argument that is this very tensor needs no look at its
             geometry.
-        layouts: The other ways in which tensors were seen to lie in the storage, by
-            geometry; None while there are none.
+        layouts: The layouts of other tensors in the storage, by geometry; None while
+            there are none.
         is_spare: The hold is there because autograd was given one; no operation has
             referred to the value so far.
     """
@@ -112,7 +112,7 @@ class TapeValue:
         return prod(self.geometry[0]) * self.geometry[3].itemsize
 
     def layout(self, geometry: Geometry) -> "Layout":
-        """Return the way to lie in the storage that has this geometry, always one."""
+        """Return the layout of this geometry, always the same object."""
         layouts = self.layouts
         if layouts is None:  # as of most values
             layout = Layout(geometry, self.geometry)
@@ -172,13 +172,13 @@ class TapeValue:
 
 
 class Layout:
-    """A way to lie in a value's storage that is not the value's own.
+    """The layout of a tensor in a value's storage that differs from the value's own.
 
-    Every tensor that lies so is given by one view, made once in a replay.
+    All tensors of one layout share one view, made once in a replay.
 
     Args:
-        geometry: How such a tensor lies.
-        whole: How the value itself does, if that is known.
+        geometry: The geometry of such a tensor.
+        whole: The geometry of the value itself, if known.
     """
 
     __slots__ = ("_is_strided", "geometry")
@@ -374,7 +374,7 @@ class Hold:
             self.guard = tensor  # the hooks kept the tensor itself: it may change
 
     def assign(self, tier: Tier | None) -> None:
-        """Say where the value is to be kept; it is put there by `store`."""
+        """Set the tier of the value; `store` moves it there."""
         self.tier = None if isinstance(tier, Device) else tier
 
     def store(self, claims: int) -> bool:
@@ -407,7 +407,7 @@ class Hold:
             self.owner = weakref.ref(owner), version_of(owner)
 
     def settle(self) -> None:
-        """Take the version anew, if it was not known."""
+        """Take the current version, if none was known."""
         if self.version is None and self.tensor is not None:
             self.version = version_of(self.tensor)
 
@@ -518,7 +518,7 @@ def separate_holds(holds: Iterable[tuple[Hold, int]]) -> None:
 
 
 def changed_tensor(tensor: Tensor, user: str, happened: str) -> ChangedTensorError:
-    """Return the error for a tensor that is not what a region used any more."""
+    """Return the error for a tensor that was changed after a region used it."""
     return ChangedTensorError(
         f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} that {user} "
         f"used inside a checkpointed region {happened}. Change it after backward, or "

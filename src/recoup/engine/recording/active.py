@@ -247,9 +247,9 @@ def transform_advice(name: str, error: BaseException | None) -> str | None:
     if not isinstance(error, RuntimeError) or _TRANSFORM not in str(error):
         return None
     return (
-        f"region {name!r} holds a torch.func transform that PyTorch does not let work "
-        "with saved-tensor hooks. Move the transform out of the region, or use "
-        "torch.autograd.grad inside it."
+        f"expected no torch.func transform in region {name!r}, got one: PyTorch "
+        "refuses it under saved-tensor hooks; move it out of the region, or use "
+        "torch.autograd.grad inside."
     )
 
 

@@ -61,7 +61,7 @@ next region will write again. Larger ones are held by reference and checked."""
 
 
 _LOOK_EVERY = 256
-"""After how many saved tensors a region looks whether what it is part of still runs."""
+"""The number of saved tensors after which a region checks that its call still runs."""
 
 
 class Region(Counted):
@@ -79,12 +79,12 @@ class Region(Counted):
         listeners: Called with every tensor that autograd saves in it.
         tracer: Gives the saved-tensor hooks that are used instead of its own.
         around: The regions around it, if these are to keep what it keeps.
-        recall: What the last backward through it has recomputed.
+        recall: The values that the last backward through it has recomputed.
         collector: Collects what autograd saves in it, if it runs in the second call of
             a function that is called again.
     """
 
-    # What is seldom asked for: it is set where it differs.
+    # Defaults of rarely used attributes: set on a region only if they differ.
     tracer: "Tracer[Region] | None" = None
     collector: Collector | None = None
     _is_forgotten = False
@@ -166,7 +166,7 @@ class Region(Counted):
             part_holds(self._roots or (), self._kept)
             self._is_handed_over = True
             hand_over(self.holds(), self._mark)
-            self._program = None  # what was handed over is wanted too
+            self._program = None  # it must make the handed over values too
         self.tape.finish()
 
     def abandon(self) -> None:
@@ -265,11 +265,10 @@ class Region(Counted):
                 self._fingerprint(value, tensor, layout)
         if value.demand == 0:
             tape.saved[value] = None
-        value.demand += 1  # written out: autograd waits
         if hold is not None and hold.stored is not None:
             hold.stored.claims += 1
         elif hold is not None and hold.tier is not None:
-            self._stores |= hold.store(value.demand)
+            self._stores |= hold.store(value.demand + 1)  # with the one made here
         return Saved(self, value, layout)
 
     @leave_uncompiled
@@ -402,7 +401,7 @@ class Region(Counted):
         return list(found.values())
 
     def end(self, task: int) -> None:
-        """Drop what a backward left behind."""
+        """Drop the recomputed values that a backward left."""
         with self._lock:
             if self.recall is not None and self.recall.task == task:
                 self.recall = None
@@ -479,7 +478,7 @@ class Region(Counted):
         return recall.give(saved, task)
 
     def unpacking(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
-        """Do what `unpack` does; yield what is needed of regions around this one."""
+        """Unpack as `unpack` does; yield requests to the regions around this one."""
         hold = saved.value.hold
         is_needed = hold is None or not hold.is_at_hand
         if self._cleared or saved.value in self._late or not is_needed:
@@ -550,7 +549,7 @@ class Region(Counted):
         return uses
 
     def _watch_backward(self) -> None:
-        """Follow this backward to its end, to free what was fetched for it."""
+        """Follow this backward to its end, to free the values fetched for it."""
         task = current_backward()
         if task not in (-1, self._watched):
             self._watched = task

@@ -148,7 +148,7 @@ class Tape:
             return held  # a parameter, or a view of one, as an operation used it
         hold = self.attached.hold(tensor, address)
         if held is None:
-            # One that was given up lies as it was made wherever it was used before.
+            # Earlier uses of a value that is no longer recorded assume this geometry.
             lies = value.geometry
             if lies is None:
                 # `keep_from_outside`, written out: of most parameters.
@@ -214,7 +214,7 @@ class Tape:
             ragged: Places of results with parts that the kernel does not write.
         """
         kind = type(out)
-        # Asked of plain ones first: `isinstance` is dear, torch overloads it.
+        # Plain tensors first: `isinstance` is slow, because torch overloads it.
         if kind is Tensor or (kind is not tuple and isinstance(out, Tensor)):
             self._born(operation, None, out)
         elif kind is tuple or isinstance(out, (tuple, list)):
@@ -296,8 +296,8 @@ class Tape:
         none of what it was before.
 
         Args:
-            tensor: What is written to.
-            value: What it names, if that is known.
+            tensor: The tensor that is written to.
+            value: The value that it names, if known.
             indices: Which of its elements, if not all.
         """
         if value is None:
@@ -326,7 +326,7 @@ class Tape:
         """Let the past keep a value from outside that is about to be written to."""
         value.forget_tensor()
         if value.is_spare:
-            # Autograd looks at what it was given as plain autograd would.
+            # Autograd checks the tensor that it was given, as in the plain run.
             value.drop_hold()
         elif hold.tensor is not None:
             address = storage_address(tensor)
@@ -364,8 +364,8 @@ class Tape:
         """Give the tensor's storage a new value, after a write by the last operation.
 
         Args:
-            tensor: What was written to.
-            operation: What wrote.
+            tensor: The tensor that was written to.
+            operation: The operation that wrote.
             before: The value before.
             tainted: It is uninitialised memory.
             filled: All of the tensor was written without being read.

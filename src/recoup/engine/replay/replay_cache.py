@@ -31,7 +31,8 @@ class Recalling(Protocol):
 class Saved:
     """The packed form of a tensor that autograd saved in a region, to be recomputed.
 
-    It dies when autograd frees the saved tensor, which decrements its value's demand.
+    It adds one to its value's demand, and takes that back when autograd frees the saved
+    tensor.
 
     Attributes:
         task: The last backward that unpacked it.
@@ -45,6 +46,7 @@ class Saved:
         self.value = value
         self.layout = layout
         self.task = -1
+        value.demand += 1
         self.region = region  # last: `__del__` releases nothing without it
 
     def __del__(self) -> None:

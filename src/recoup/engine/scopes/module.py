@@ -87,8 +87,8 @@ def checkpoint_module(  # noqa: PLR0913 (options by keyword)
     _require_module(module)
     if _ATTACHED in module.__dict__:
         raise UsageError(
-            f"this {type(module).__name__} is checkpointed already: take that off with "
-            "uncheckpoint_module first."
+            f"expected a {type(module).__name__} that is not checkpointed, got one "
+            "that is already; call uncheckpoint_module on it first."
         )
     check_verify(verify)
     options = Options(
@@ -259,21 +259,21 @@ def _segment(module: nn.Module, size: object, options: Options) -> Segmented:
     kind = type(module).__name__
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise UsageError(
-            f"segment_size={size} cuts the forward of a module, and this {kind} has "
-            "none. Give the module that runs its members."
+            f"expected a module with a forward for segment_size={size}, got a {kind}, "
+            "which has none; give the module that runs its members."
         )
     if is_compiled(module):
         raise UnsupportedError(
-            f"segment_size={size} cannot be had of this {kind}: it has compiled parts, "
-            "which are called again one by one. Cut it before compiling it, or leave "
-            "out segment_size and checkpoint its blocks."
+            f"expected an eager module for segment_size={size}, got a {kind} with "
+            "compiled parts, which are recomputed one by one; call checkpoint_module "
+            "before torch.compile, or leave out segment_size and checkpoint its blocks."
         )
     blocks = free_blocks(module)
     if len(blocks) < 2:
         raise UsageError(
-            f"segment_size={size} runs blocks that follow each other in one region: "
-            f"found {len(blocks)} of them in this {kind}. Give the part that has "
-            "several, or put a CheckpointScope around what belongs together."
+            f"expected a module with several blocks in a row for segment_size={size}, "
+            f"got a {kind} with {len(blocks)}; give the part that has several, or put "
+            "a CheckpointScope around the layers of each segment."
         )
     return Segmented(Applied(module, Segments(blocks, size, options), flag=_FLAG))
 

@@ -132,11 +132,14 @@ class CheckpointProfiler:
             UsageError: It is tracking already, or a scope is open on this thread.
         """
         if self._thread is not None:
-            raise UsageError("this profiler is tracking already: stop it first.")
+            raise UsageError(
+                "expected a profiler that is not tracking, got one that is; stop it "
+                "first."
+            )
         if open_regions():
             raise UsageError(
-                "a profiler is started inside a checkpoint scope, which saves for "
-                "itself. Start it before the scope is entered."
+                "expected the start of a profiler outside checkpoint scopes, got it "
+                "inside one; start it before the scope is entered."
             )
         self.reset_statistics()
         self._thread = threading.get_ident()
@@ -166,8 +169,9 @@ class CheckpointProfiler:
         mine = hooks is not None and getattr(hooks[0], "__self__", None) is self
         if self._thread != threading.get_ident() or not mine:
             raise UsageError(
-                "stop a profiler on the thread that started it, after every scope, "
-                "profiler and saved-tensor hook that was entered since has been left."
+                "expected the end of a profiler on the thread that started it, outside "
+                "every scope, profiler and saved-tensor hook entered since, got it "
+                "elsewhere; stop the profiler there."
             )
         self._thread = None
         self._around = None

@@ -58,8 +58,8 @@ class Packed(Wrapper, ExactTier):
         check_place(self.on, "Packed")
         if not isinstance(self.on, ExactTier):
             raise UsageError(
-                f"Packed loses nothing, so it is not kept on {self.on!r}, which does. "
-                "Turn them round: Half(Packed(Host()))."
+                f"expected an exact tier inside Packed, got the lossy {self.on!r}; "
+                "swap them: Half(Packed(Host()))."
             )
 
     def put(self, storage: Tensor, guard: Tensor | None = None) -> Stored:

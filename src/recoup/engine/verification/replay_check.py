@@ -281,7 +281,8 @@ def check_verify(verify: Verify) -> None:
     """Raise unless `verify` is a valid option."""
     if verify not in _WORDS:
         raise UsageError(
-            f"verify must be one of {', '.join(map(repr, _WORDS))}: got {verify!r}."
+            f"expected verify to be one of {', '.join(map(repr, _WORDS))}, got "
+            f"{verify!r}."
         )
 
 

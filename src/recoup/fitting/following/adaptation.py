@@ -23,7 +23,7 @@ from recoup.measurement.timing.block_frames import StepMarks, marked_graph
 from recoup.measurement.tracing.live import LiveStep
 
 _METERED_STEPS = 3
-"""So many steps with calls out of order are metered, until one is within the budget."""
+"""The most steps with calls out of order to meter until one is within the budget."""
 
 _TIGHTER = 0.9
 """The passes that take more than this share of the largest are tightened with it."""
@@ -105,7 +105,7 @@ class Adapted:
             part.stop()
 
     def tighten(self) -> bool:
-        """Plan anew for less memory; return whether that was possible.
+        """Plan again for less memory; return whether that was possible.
 
         The passes that take most are planned for a tenth less than they took.
         """
@@ -245,10 +245,10 @@ class _Disorder:
 
     Such a call may get the plan of another pass. From the next step on steps are
     metered, until one that has such a call is within the budget; all passes are planned
-    for what it exceeds the budget by.
+    for less by the bytes that it exceeds the budget by.
 
     Attributes:
-        is_open: There was such a call, and what it costs is not known.
+        is_open: Whether there was such a call whose cost is unknown.
     """
 
     def __init__(self, parts: Sequence[AdaptedPass]) -> None:

@@ -8,7 +8,6 @@ and one that trains more parameters is observed: its graph is another one.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from operator import le
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ _MOST_GROUPS = 48
 the measured one where nothing is larger."""
 
 _MOST_CASES = 4096
-"""So many different calls are remembered, to be recognised without any work."""
+"""The most kinds of calls that are remembered, so that they are recognised at once."""
 
 _MARGIN = 0.03
 """A step of another size is predicted up to this share."""
@@ -67,7 +66,7 @@ _SURPRISE = 0.02
 prediction by more than this share."""
 
 _METERED_STEPS = 3
-"""So many steps in another state are metered, until one is within the budget."""
+"""The most steps in another state to meter until one is within the budget."""
 
 _NO_PLAN = Plan()
 """Stands for the plan of an observed call, whose blocks are all recomputed."""
@@ -119,7 +118,7 @@ class AdaptedPass:
         return {**vars(self), "_reader": None, "_observed": None}
 
     def tighten(self) -> bool:
-        """Plan anew for less memory; say whether that was possible.
+        """Plan again for less memory; return whether that was possible.
 
         A plan that takes much less than the budget was still too much.
         """
@@ -293,7 +292,7 @@ class AdaptedPass:
     ) -> tuple[LiveStep, Cuts] | None:
         """Observe the step that begins with a call, if it trains more parameters."""
         if (
-            self._is_as_trained(case)
+            not self._measured[case.measured].trains_less_than(case.state)
             or self.plan.roots != ("",)
             or self.open_calls
             or not LiveStep.is_possible(traced=True)
@@ -356,7 +355,7 @@ class AdaptedPass:
         return max(0, peak_bytes - self._warnings.budget_bytes)
 
     def leave_room(self, nbytes: int) -> None:
-        """Plan the measured step for so many bytes less, or as small as it can be."""
+        """Plan the measured step for `nbytes` less, or with the smallest plan."""
         target_bytes = self.plan.peak_bytes - nbytes
         self.adopt(self._replanned(self._graph, target_bytes)[0])
 
@@ -464,9 +463,8 @@ class AdaptedPass:
             self._check_size(case, group.segments)
 
     def _segments_of(self, case: CallCase) -> tuple[Segment, ...] | None:
-        group = case.group
-        if group.plan is not None:
-            return group.segments
+        if case.group.plan is not None:
+            return case.group.segments
         return segments_of(self._graph, self.plan)
 
     def _traced(self, case: CallCase, trace: CallTrace) -> None:
@@ -479,7 +477,8 @@ class AdaptedPass:
         is_measured = case.size == self._measured[case.measured].size
         if case.group.differences:
             sizes = {n: self._graph.storages[n].bytes for n in found}
-            if is_same and is_measured and found == sizes and self._is_as_trained(case):
+            trains_more = self._measured[case.measured].trains_less_than(case.state)
+            if is_same and is_measured and found == sizes and not trains_more:
                 group.metered_steps = 0  # nothing that matters has changed
                 group.plan = None
             return
@@ -501,11 +500,6 @@ class AdaptedPass:
             group.plan = None
         self._check_size(case, used)
 
-    def _is_as_trained(self, case: CallCase) -> bool:
-        """Return whether a call trains no more than the measured one."""
-        before = self._measured[case.measured].state.trained
-        return all(map(le, case.state.trained, before))
-
     def _check_size(self, case: CallCase, used: tuple[Segment, ...] | None) -> None:
         """Warn if the plan of a call needs more than the budget."""
         group = case.group
@@ -526,24 +520,11 @@ class AdaptedPass:
         if used is None:
             return
         self.unmeasured.difference_update(blocks)
-        names = ", ".join(list(blocks)[:3])
-        group.differences.append(f"{names} ran, which did not in the measured step")
-        group.excess_bytes += sum(trace.live_bytes for trace in blocks.values())
-        group.metered_steps = _METERED_STEPS - 1
-        group.plan = None
+        more_bytes = sum(trace.live_bytes for trace in blocks.values())
+        group.add_blocks(blocks, more_bytes, metered_steps=_METERED_STEPS - 1)
         step = self._steps.step_of(case.size, case)
         peak_bytes = simulate(step, used).peak_bytes + group.excess_bytes
         self._warnings.say_difference(group.differences, peak_bytes)
-
-    def _say_order(self, case: CallCase, plan: Plan, wrong: Sequence[int]) -> None:
-        """Warn of a call that did not run the blocks as the measured one did."""
-        used = segments_of(self._graph, plan)
-        if used is None or "order" in self._warnings.said:
-            return
-        names = [plan.spans[number].start.module or "the model" for number in wrong]
-        step = self._steps.step_of(case.size, case)
-        begun = [used[n] for n in range(len(used)) if n not in wrong]
-        self._warnings.say_order(names, simulate(step, begun).peak_bytes)
 
     def open_bytes(self, used: Sequence[Segment] = ()) -> int:
         """Return the bytes that open calls hold, by default without regions."""
@@ -609,6 +590,8 @@ class AdaptedPass:
                 self._orders[id(plan)] = (plan, measured_order(self._graph, plan))
             wrong = displaced(plan, self._orders[id(plan)][1], order)
         if wrong is not None:
-            self._say_order(case, plan, wrong)
+            if (used := segments_of(self._graph, plan)) is not None:
+                step = self._steps.step_of(case.size, case)
+                self._warnings.say_order(plan, step, used, wrong)
         elif trace is not None:
             self._traced(case, trace)

@@ -8,6 +8,7 @@ import torch
 from recoup.backend.state.model_state import needs
 from recoup.core.callers import user_stacklevel
 from recoup.core.graph import Graph
+from recoup.core.plan import Plan
 from recoup.core.segments import Segment
 from recoup.core.simulation import LoopKept, peak_with, simulate
 from recoup.errors import BudgetWarning
@@ -88,14 +89,27 @@ class BudgetWarnings:
             needed_bytes,
         )
 
-    def say_order(self, names: Sequence[str], needed_bytes: int) -> None:
-        """Warn of a call that did not run blocks as the measured one did."""
+    def say_order(
+        self, plan: Plan, step: Graph, used: Sequence[Segment], wrong: Sequence[int]
+    ) -> None:
+        """Warn of a call that did not run blocks as the measured one did.
+
+        Args:
+            plan: The plan that it ran with.
+            step: Its step.
+            used: The plan as segments of the step.
+            wrong: The spans of the plan that did not begin and end in order.
+        """
+        if "order" in self.said:
+            return
+        names = [plan.spans[number].start.module or "the model" for number in wrong]
+        begun = [used[n] for n in range(len(used)) if n not in wrong]
         self.say(
             f"expected the blocks in the measured order, got another one: "
             f"{', '.join(names[:3])} did not run as in the measured step; {{needs}}, "
             "if what ran elsewhere is kept. Call recoup.fit with a step that runs the "
             "blocks as you train them.",
-            needed_bytes,
+            simulate(step, begun).peak_bytes,
             kinds=["order"],
         )
 

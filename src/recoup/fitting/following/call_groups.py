@@ -1,7 +1,9 @@
 """Calls of a model, as far as the memory of a step depends on them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import lt
 
 import torch
 from torch import Tensor
@@ -25,6 +27,10 @@ class MeasuredCall:
     size: dict[Axis, int]
     nbytes: int
     state: ModelState
+
+    def trains_less_than(self, state: ModelState) -> bool:
+        """Return whether a call in another state trains parameters that it did not."""
+        return any(map(lt, self.state.trained, state.trained))
 
 
 @dataclass(slots=True)
@@ -51,6 +57,16 @@ class CallGroup:
     excess_bytes: int = 0
     metered_steps: int = 0
     differences: list[str] = field(default_factory=list[str])
+
+    def add_blocks(
+        self, names: Iterable[str], nbytes: int, *, metered_steps: int
+    ) -> None:
+        """Plan and meter its steps again, with blocks that were not measured."""
+        shown = ", ".join(islice(names, 3))
+        self.differences.append(f"{shown} ran, which did not in the measured step")
+        self.excess_bytes += nbytes
+        self.metered_steps = metered_steps
+        self.plan = None
 
 
 @dataclass(slots=True)

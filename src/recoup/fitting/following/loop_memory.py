@@ -18,7 +18,7 @@ GRADIENTS = "gradients"
 OUTPUT = "output"
 
 _MOST_CHECKED = 256
-"""So many different combinations are remembered, to be checked once."""
+"""The most combinations that are remembered, so that each is checked once."""
 
 
 def reasons_of(kept: LoopKept) -> dict[str, str]:
@@ -95,12 +95,13 @@ class LoopMemory:
 
     While `recoup.fit` measures, it learns which outputs the measured step keeps. From
     `finish_measuring` on it reports other kept memory. In each step it looks at
-    a few parameters and at the outputs that the loop keeps, however many parameters
-    there are.
+    a few parameters and at the outputs that the loop keeps, at a cost that does not
+    depend on the number of parameters.
 
     Args:
-        check: Compares what a call needs with the budget: its case, its plan, and what
-            is kept. Returns by how many bytes more may be kept; None: any.
+        check: Function that compares the needs of a call (its case, its plan, the kept
+            memory) with the budget. Returns the bytes that may be kept in addition, or
+            None if nothing more is to be checked.
 
     Attributes:
         earlier: The outputs of earlier passes.
@@ -256,7 +257,7 @@ class _Bytes(NamedTuple):
         )
 
     def grown(self, nbytes: int) -> "_Bytes":
-        """Return so many bytes more in each part of a step."""
+        """Return these bytes with `nbytes` more in each part of a step."""
         return _Bytes(self.previous + nbytes, self.remaining + nbytes, self.own)
 
 

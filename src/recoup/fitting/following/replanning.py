@@ -18,7 +18,7 @@ from recoup.planners.planner import floor_with, plan_with
 from recoup.planners.search import Search
 
 _PLANNING_SECONDS = 0.5
-"""Planning during training begins nothing that takes long after so many seconds."""
+"""The time after which planning during training starts no long computation."""
 
 
 def replanned(

@@ -75,9 +75,9 @@ def observe_step(
 ) -> tuple[LiveStep, Cuts]:
     """Trace the call that begins now with every block recomputed, but for torn ones.
 
-    What autograd saves for parameters that did not require a gradient is not in the
-    graph of the measured step, so no plan for that can recompute it. Recomputing every
-    block takes little memory, and later plans are made for the graph of this step.
+    The graph of the measured step lacks the values that autograd saves for parameters
+    unfrozen since, so no plan for it can recompute them. Recomputing every block takes
+    little memory, and later plans are made for the graph of this step.
     """
     live = LiveStep.of_model(model, batch, ended, traced=True)
     names = (n for n in cuts_of(model, block_names(model)) if n not in torn)
@@ -150,7 +150,7 @@ class CallWatch:
 def unseen_bytes(
     graph: Graph, model: nn.Module, found: Sequence[tuple[str, Tensor]]
 ) -> int:
-    """Return what the measured step counts and a meter of a later step does not see.
+    """Return the bytes that the measured step counts and later meters do not.
 
     That is memory besides the model and its batch, as an optimizer's state. An
     accelerator's allocator sees everything.
@@ -172,9 +172,9 @@ def unseen_bytes(
 def expected_excess(
     step: Graph, predicted_bytes: int, peak_bytes: int, budget_bytes: int
 ) -> int:
-    """Return what plans for a budget are expected to take beyond their prediction.
+    """Return the bytes by which plans are expected to exceed their prediction.
 
-    In proportion to what one step took beyond its own.
+    In proportion to the excess of one measured step.
     """
     resident_bytes = min(step.other_bytes)
     taken_bytes = max(1, peak_bytes - resident_bytes)

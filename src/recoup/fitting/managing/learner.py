@@ -492,9 +492,9 @@ class Learner:
         if known.names not in self._warned:
             self._warned[known.names] = 0
             warning = BudgetWarning(
-                f"a step that begins as one of {listed(known.names, 4)} did goes on "
-                "with other models or larger batches; its memory is not known yet. "
-                "The next one is observed.",
+                f"expected a step to go on as an earlier one of "
+                f"{listed(known.names, 4)}, got other models or larger batches; its "
+                "memory is not known yet. The next such step is observed.",
                 budget_bytes=limits.budget_bytes,
             )
             warnings.warn(warning, stacklevel=user_stacklevel())

@@ -220,7 +220,10 @@ class CheckpointManager:
         """
         _require_scope(scope)
         if scope not in self._scopes:
-            raise UsageError(f"scope {scope.name!r} is not registered here.")
+            raise UsageError(
+                f"expected a registered scope, got {scope.name!r}, which is not; call "
+                "register_scope first."
+            )
         self._scopes.remove(scope)
         scope.remove_account(self._accounts.named(scope.name))
 
@@ -292,8 +295,8 @@ class CheckpointManager:
             raise TypeError(f"expected a model, got {type(model).__name__}.")
         if not self.auto_checkpoint:
             raise UsageError(
-                "apply chooses what to checkpoint in a model, and auto_checkpoint is "
-                "off. Turn it on, or place CheckpointScope by hand."
+                "expected auto_checkpoint=True for apply, which chooses what to "
+                "checkpoint, got False; set it, or place CheckpointScope by hand."
             )
         if not any(each.model() is model for each in self._managed):
             self._manage(model)

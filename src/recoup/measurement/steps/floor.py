@@ -85,8 +85,8 @@ def measure_floor(
     """
     if any(parameter.is_meta for parameter in step.model.parameters()):
         raise UsageError(
-            "the model is on the meta device, where nothing can be computed. Make it "
-            "on a real one, or measure it dry: recoup.measure(..., dry=True)."
+            "expected a model on a device that computes, got one on the meta device; "
+            "move it to a real one, or measure it dry: recoup.measure(..., dry=True)."
         )
     is_host = step.device.type == "cpu"
     graph, cuts, model_calls = observe(

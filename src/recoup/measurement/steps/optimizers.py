@@ -71,11 +71,11 @@ def missing_state_bytes(optimizer: Optimizer, device: torch.device) -> int:
             return 0
         name = type(optimizer).__name__
         raise UsageError(
-            f"how much state {name} will take is found by a step of a copy of it, "
-            f"which failed ({type(error).__name__}: {error}). Make its first step "
-            "before, so that its state counts as it is then (as many steps as it "
-            "grows for: LBFGS's does for history_size of them), or leave out "
-            "optimizer= and give a budget that is smaller by that much."
+            f"expected {name} to step on a copy of the parameters, which shows the "
+            f"bytes of its state, got {type(error).__name__}: {error}. Call "
+            f"{name}.step before fit, so that its state exists (LBFGS's grows for "
+            "history_size steps), or leave out optimizer= and lower the budget by the "
+            "bytes of its state."
         ) from error
 
 

@@ -208,8 +208,8 @@ def training_step(
     refuse_scripted(model.named_modules())
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise UsageError(
-            f"this {type(model).__name__} has parameters that get their shape at its "
-            "first call. Call it once on a batch before."
+            f"expected a {type(model).__name__} whose parameters have shapes, got "
+            "lazy ones, which get theirs at its first call; call it on a batch first."
         )
     for name, function in (("loss", loss), ("step", step)):
         if function is not None and not callable(function):
@@ -254,8 +254,8 @@ def loss_function(
     if with_target:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UsageError(
-                "a loss of two arguments gets the output and the target: give the "
-                f"batch as a pair (inputs, target), got {type(batch).__name__}."
+                "expected batch= as a pair (inputs, target) for a loss of two "
+                f"arguments, the output and the target, got {type(batch).__name__}."
             )
         inputs, target = batch
 
@@ -331,9 +331,10 @@ def _optimizers_refused(model: nn.Module) -> Iterator[None]:
         groups = optimizer.param_groups
         if any(id(each) in mine for group in groups for each in group["params"]):
             raise UsageError(
-                f"the step that is measured calls {type(optimizer).__name__}.step, and "
-                "would train the model while it is measured. Give a step that runs "
-                "forward and backward alone, and the optimizer as optimizer=."
+                "expected a step of forward and backward, got one that calls "
+                f"{type(optimizer).__name__}.step, which would train the model while "
+                "it is measured; move that call out of the step, and give the "
+                "optimizer as optimizer=."
             )
 
     with removing() as handles:
@@ -383,8 +384,8 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise UsageError(f"device {device!r} cannot be used here: {reason}.") from error
     if found.type == "meta":
         raise UsageError(
-            "nothing is computed on the meta device. Name a real one, or measure dry: "
-            "recoup.measure(..., dry=True)."
+            "expected a device that computes, got the meta device; name a real one, or "
+            "measure dry: recoup.measure(..., dry=True)."
         )
     return found
 
@@ -431,9 +432,9 @@ def loss_in(output: Any) -> Any:
 def _check_loss(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and not loss.requires_grad:
         raise UsageError(
-            "a step needs a loss that depends on something that is trained: this one "
-            "requires no gradient. Leave `torch.no_grad`, and let parameters require "
-            "gradients."
+            "expected a loss that depends on trained parameters, got one that requires "
+            "no gradient; compute it outside `torch.no_grad`, with parameters that "
+            "require gradients."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

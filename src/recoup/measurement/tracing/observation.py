@@ -78,9 +78,9 @@ def observe(
     for name in chosen:
         if name not in known:
             raise UsageError(
-                f"the model has no module {name!r} to take as a block. Give paths as "
-                "model.named_modules() has them, or leave out blocks= to have them "
-                "found."
+                f"expected paths of modules for blocks=, got {name!r}, which the model "
+                "does not have; give names of model.named_modules(), or leave out "
+                "blocks= to have them found."
             )
     cuts = cuts_of(step.model, chosen)
     with cut(step, Cuts(cuts)):
@@ -89,9 +89,9 @@ def observe(
     traces, clock = _trace(step, cuts, resident, meter(), timer())
     if not any(trace.roots for trace in traces):
         raise UsageError(
-            f"the step does not call this {type(step.model).__name__}, or only without "
-            "gradients, so there is nothing to plan. Call it in the step, or give the "
-            "module that the step does call."
+            f"expected a step that calls this {type(step.model).__name__} with "
+            "gradients, got none, so there is nothing to plan; call it in the step, or "
+            "give the module that the step calls."
         )
     torn = {name for trace in traces for name in torn_blocks(trace, cuts)}
     if torn:

@@ -35,8 +35,9 @@
   };
   const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "-");
   const slower = (s) => {
-    if (!found.plain_seconds || s <= found.plain_seconds) return "as fast as plain";
-    return `${(100 * (s / found.plain_seconds - 1)).toFixed(1)}% slower`;
+    const share = found.plain_seconds ? s / found.plain_seconds - 1 : 0;
+    if (Math.abs(share) < 0.0005) return "as fast as plain";
+    return `${(100 * Math.abs(share)).toFixed(1)}% ${share > 0 ? "slower" : "faster"}`;
   };
   const phaseOf = (m) => step.phases.filter(([, first]) => first <= m).pop() || ["step", 0];
   const isForward = (m) => phaseOf(m)[0].startsWith("forward");
