@@ -554,29 +554,44 @@ def join(rank: int) -> None:
     warnings.simplefilter("ignore")
 
 
-def train_in_process(rank: int, folder: str) -> Any:
-    """Train without and with the callback; return parameters, peaks and the plan."""
+def train_in_process(rank: int, folder: str, name: str) -> Any:
+    """Train plainly, and in two runs with the callback; return what they show."""
     join(rank)
-    settings = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2}
-    plain = train(Path(folder), **settings)
-    callback = RecoupCallback(int(0.8 * max(plain.peaks)))
-    ours = train(Path(folder), callback, **settings)
-    assert isinstance(callback.report, Fit)
-    states = dict(plain.model.state_dict()), dict(ours.model.state_dict())
+    settings: dict[str, Any] = {
+        "make": lora if name == "lora" else tiny_llama,
+        "ddp_backend": "gloo",
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+        "save_steps": 12,
+    }
+    plain = train(Path(folder, "plain"), **settings)
+    budget = int(0.8 * max(plain.peaks))
+    settings["save_strategy"] = "steps"
+    first, second = RecoupCallback(budget), RecoupCallback(budget)
+    begun = train(Path(folder, "ours"), first, stop=12, **settings)
+    resumed = train(Path(folder, "ours"), second, resume=True, **settings)
+    assert isinstance(first.report, Fit)
+    assert isinstance(second.report, Fit)
+    states = dict(plain.model.state_dict()), dict(resumed.model.state_dict())
     return {
+        "steps": (len(begun.peaks), len(resumed.peaks)),
         "differences": list(tree_differences(*states, where="")),
-        "peaks": (max(ours.peaks), callback.report.budget_bytes, max(plain.peaks)),
-        "plan": callback.report.plan.to_json(),
+        "peaks": (max(begun.peaks + resumed.peaks), budget, max(plain.peaks)),
+        "plans": [first.report.plan.to_json(), second.report.plan.to_json()],
     }
 
 
-def test_two_processes_agree_and_train_bitwise_as_without_recoup(tmp_path):
-    found = together(train_in_process, tmp_path, str(tmp_path), seconds=200)
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_two_processes_agree_save_and_resume_bitwise_as_without_recoup(tmp_path, name):
+    if name == "lora":
+        pytest.importorskip("peft", reason="peft is not installed")
+    found = together(train_in_process, tmp_path, str(tmp_path), name, seconds=300)
     for each in found:
+        assert each["steps"] == (24, 2 * (STEPS - 12))
         assert each["differences"] == []
         ours, budget, plain = each["peaks"]
         assert ours <= budget < plain
-    assert found[0]["plan"] == found[1]["plan"]
+    assert found[0]["plans"] == found[1]["plans"]
 
 
 class ShardedTrainer(MeteredTrainer):
