@@ -211,6 +211,28 @@ def keeps_versions(guard):
     return tensor._version == 0
 
 
+def sets_versions(set_versions):
+    tensor = ones().add_(1)
+    set_versions((tensor,), (5,))
+    return tensor._version == 5
+
+
+@torch.library.custom_op("recoup_names::write", mutates_args={"x"})
+def counted_before(x: torch.Tensor) -> None:
+    seen_versions.append(x._version)
+    x.add_(1)
+
+
+seen_versions: list[int] = []
+
+
+def names_operators_that_count_first(known):
+    seen_versions.clear()
+    counted_before(ones())
+    is_known = "recoup_names::write" in known and "aten::add" not in known
+    return is_known and seen_versions == [1]
+
+
 def pulls_gradients(run):
     x = ones(grad=True)
     found = run(
@@ -487,6 +509,7 @@ CONTRACTS: Mapping[str, Contract | str] = {
     "torch._C._dispatch_tls_is_dispatch_key_excluded": knows_what_is_excluded,
     "torch._C._dispatch_tls_is_dispatch_key_included": knows_batches,
     "torch._C._is_any_autocast_enabled": knows_autocast,
+    "torch._library.custom_ops.OPDEFS": names_operators_that_count_first,
     "torch._ops.HigherOrderOperator": lambda it: isinstance(
         torch.ops.higher_order.cond, it
     ),
@@ -525,6 +548,7 @@ CONTRACTS: Mapping[str, Contract | str] = {
     "torch.autograd.Variable._execution_engine.queue_callback": (
         runs_at_the_end_of_backward
     ),
+    "torch._C._autograd._unsafe_set_version_counter": sets_versions,
     "torch.autograd.grad_mode._unsafe_preserve_version_counter": keeps_versions,
     "torch.autograd.graph._engine_run_backward": pulls_gradients,
     "torch._C._functorch.TransformType.Jvp": lambda it: (

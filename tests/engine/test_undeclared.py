@@ -1,5 +1,6 @@
 """Operators are judged by what they do, whatever their schemas say."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
@@ -301,3 +302,50 @@ def test_draws_on_the_device_of_any_argument_are_repeated(library):
         return {"x": x.grad, "y": y}
 
     assert compare(step, unverified) == []
+
+
+@torch.library.custom_op("recoup_counted::twice_", mutates_args={"x", "view"})
+def counted_write(x: Tensor, view: Tensor, other: Tensor) -> None:
+    """Write to an argument, whose version torch's wrapper has incremented before."""
+    x.mul_(2).add_(other)
+    view.add_(1)
+
+
+@torch.library.custom_op("recoup_counted::made_", mutates_args={"x"})
+def counted_write_and_result(x: Tensor, other: Tensor) -> Tensor:
+    """Do the same, and return a result that can be recomputed."""
+    return x.mul_(2).add_(other).exp()
+
+
+@pytest.mark.parametrize("region", [unverified, verified])
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("makes", [False, True])
+def test_custom_operators_count_their_writes_before_they_run(
+    region, is_own, depth, makes
+):
+    """A region inside has read the tensor: it is no write that nobody counts."""
+
+    def step(make_region: Region) -> dict[str, Any]:
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, requires_grad=True)
+        tensor, other = torch.randn(4, 4), torch.randn(4, 4)
+        with make_region("outer"), contextlib.ExitStack() as around:
+            if is_own:
+                tensor = tensor.exp()
+            with contextlib.ExitStack() as inside:
+                for number in range(depth):
+                    inside.enter_context(make_region(f"inner {number}"))
+                y = (x * tensor.sigmoid()).sin()
+            around.enter_context(torch.no_grad())
+            made = other
+            if makes:
+                made = counted_write_and_result(tensor, other)
+            else:
+                counted_write(tensor, tensor[:2], other)
+            around.close()
+            z = (y * tensor.exp()).cos() * made
+        z.sum().backward()
+        return {"x": x.grad, "tensor": tensor}
+
+    assert compare(step, region) == []

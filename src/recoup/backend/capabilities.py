@@ -41,6 +41,7 @@ NAMES = {
         "torch._C._is_any_autocast_enabled",
     ),
     "Operators: their schemas, and their fastest calls": (
+        "torch._library.custom_ops.OPDEFS",
         "torch._ops.HigherOrderOperator",
         "torch._ops.OpOverload",
         "torch.ops.aten.add.Tensor._op",
@@ -59,6 +60,7 @@ NAMES = {
         "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
         "torch._C._autograd._saved_tensors_hooks_is_enabled",
         "torch._C._autograd._top_saved_tensors_default_hooks",
+        "torch._C._autograd._unsafe_set_version_counter",
         "torch._C._current_graph_task_id",
         "torch._C._set_grad_enabled",
         "torch.Tensor._backward_hooks",

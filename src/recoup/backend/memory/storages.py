@@ -1,14 +1,17 @@
 """Storage identity and geometry: a tensor's storage, and its layout in it."""
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import grad_mode
 from torch.utils.weak import WeakIdKeyDictionary
+
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (no stub names it)
 
 storage_address: Callable[[Tensor], int] = getattr(  # noqa: B009 (no stub names it)
     torch._C, "_storage_address"
@@ -162,6 +165,31 @@ def writes_hidden(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
     """
     counted = tuple(tensor for tensor in tensors if version_of(tensor) >= 0)
     return grad_mode._unsafe_preserve_version_counter(counted)
+
+
+@contextmanager
+def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Set the version counters of tensors back by one during the block.
+
+    For an operator that counted its writes to them before it runs.
+
+    Examples:
+        >>> t = torch.ones(1).add_(1)
+        >>> with uncounted([t]):
+        ...     version_of(t)
+        0
+        >>> version_of(t)
+        1
+    """
+    counted = tuple(tensor for tensor in tensors if version_of(tensor) > 0)
+    known = tuple(map(version_of, counted))
+    try:
+        for tensor in counted:  # one by one: views of one tensor share a counter
+            earlier = (version_of(tensor) - 1,)
+            _autograd._unsafe_set_version_counter((tensor,), earlier)
+        yield
+    finally:
+        _autograd._unsafe_set_version_counter(counted, known)
 
 
 def alias(tensor: Tensor) -> Tensor:

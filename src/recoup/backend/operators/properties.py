@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload
 
 from recoup.backend.operators.repeatable import CHOOSING, GATHERING, VARYING
@@ -46,6 +47,7 @@ class Facts:
             state than a generator: cuDNN keeps the dropout state of recurrent layers in
             a buffer.
         copies: It may copy between devices.
+        counts_first: It increments the versions of what it writes to before it runs.
         is_foreach: It writes to lists of tensors. Under a dispatch mode such operators
             bypass the version counters.
     """
@@ -70,6 +72,7 @@ class Facts:
     nullable: tuple[int, ...] = ()
     draws_on_its_own: bool = False
     copies: bool = False
+    counts_first: bool = False
     is_foreach: bool = False
 
     @property
@@ -196,6 +199,7 @@ def facts_of(operator: Any) -> Facts:
         nullable=tuple(place for place in statistics if _takes_none(schema, place)),
         draws_on_its_own=base.startswith("aten::_cudnn_rnn"),
         copies=base in _COPYING,
+        counts_first=bool(written) and base in OPDEFS,
         is_foreach=bool(written) and base.startswith("aten::_foreach_"),
     )
 

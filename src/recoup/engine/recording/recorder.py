@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from recoup.backend.autograd.wrappers import are_taken_apart, unwrapped_now, wrappers_in
 from recoup.backend.compiler.recognition import leave_uncompiled
-from recoup.backend.memory.storages import has_storage
+from recoup.backend.memory.storages import has_storage, uncounted
 from recoup.backend.operators.dispatch import OperatorMode, all_plain, run_complex
 from recoup.backend.operators.kernels import (
     KERNELS,
@@ -295,7 +295,7 @@ class Recorder(OperatorMode):
             )
         except NotImplementedError:
             return self._unrecorded(kernel, args, kwargs)
-        earlier = self._before_writes(targets)
+        earlier = self._before_writes(targets, is_counted=facts.counts_first)
         is_kept = False
         if facts.random:
             out = self._run_random(operation, args, kwargs)
@@ -372,9 +372,22 @@ class Recorder(OperatorMode):
         return self.tape.geometry(target) != lay
 
     def _before_writes(
-        self, targets: Sequence[Tensor], indices: Indices | None = None
+        self,
+        targets: Sequence[Tensor],
+        indices: Indices | None = None,
+        *,
+        is_counted: bool = False,
     ) -> list[TapeValue | None]:
-        """Save what an operator will overwrite; return the values before."""
+        """Save what an operator will overwrite; return the values before.
+
+        Args:
+            targets: What it writes to.
+            indices: Which elements of it, if not all.
+            is_counted: The version counters have counted the write.
+        """
+        if is_counted:
+            with uncounted(targets):
+                return self._before_writes(targets, indices)
         tape = self.tape
         values = [tape.value_of(target) for target in targets]
         if values:
@@ -466,7 +479,8 @@ class Recorder(OperatorMode):
         if written is None:
             written = targets_of(facts, args, kwargs)
         targets = [target for target in written if has_storage(target)]
-        self._before_writes(targets, indices_of(facts, args) if targets else None)
+        indices = indices_of(facts, args) if targets else None
+        self._before_writes(targets, indices, is_counted=facts.counts_first)
         # It may be the first operator on a complex tensor, which was not seen yet.
         if _has_complex(args):
             out = run_complex(kernel.run, args, kwargs)
