@@ -148,6 +148,10 @@ UNCHECKED = (
     "_mode_key",
     "_is_in_any_mode_without_ignore_compile_internals",
     "_is_in",  # prefix of the names of such flags
+    "_get_fsdp_state",  # of modules that FSDP2 shards; the next three are in it
+    "_fsdp_param_group",
+    "_fsdp_param_groups",
+    "_unsharded_param",
     "_hop_compile_and_call",  # torch functions whose frames are recognised
     "_maybe_compile_and_run_fn",
 )
