@@ -1,18 +1,20 @@
 """An interrupt at any run of the step leaves the model as it was before."""
 
+import inspect
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
+from recoup.engine.applied.applied_plan import Applied
 from recoup.engine.recording.active import open_regions
 from recoup.engine.recording.observers import observers
 from recoup.fitting.benchmark import run_benchmark
 from recoup.fitting.fit import fit
 from recoup.fitting.measuring import measure
 from tests.support.interrupted_fits import Fitting, fits_to_interrupt, interrupt_fits
-from tests.support.interrupts import interruptions_of_lines
+from tests.support.interrupts import LineInterrupter, interruptions_of_lines
 from tests.support.shards import Tally
 
 
@@ -117,6 +119,24 @@ def test_an_interrupt_at_a_line_of_the_driver_leaves_the_model_as_it_was():
     assert tried > 2
     fitting()
     assert fitting.faults() == []
+
+
+@pytest.mark.parametrize("budget", [0.8, 0.05])
+def test_an_interrupt_while_a_plan_is_removed_leaves_nothing_of_it(budget):
+    """Also while `fit` removes the last one: where no plan fits, and at its end."""
+    lines, first = inspect.getsourcelines(Applied.remove)
+    place = inspect.getfile(Applied), first + lines.index(REMOVAL)
+    fitting, tried = Fitting(budget), LineInterrupter(place, time=0)
+    tried.run(fitting)
+    fitting.remove()
+    count = tried.lines[place]
+    assert count > 20
+    for time in range(count, 0, -7):
+        LineInterrupter(place, time=time).run(fitting)
+        assert fitting.faults() == [], time
+
+
+REMOVAL = "            handle.remove()\n"
 
 
 def test_a_fit_that_leaves_something_behind_is_reported(monkeypatch):

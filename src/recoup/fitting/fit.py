@@ -22,7 +22,7 @@ from recoup.core.callers import user_stacklevel
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes, print_seconds
-from recoup.engine.applied.applied_plan import plans_in
+from recoup.engine.applied.applied_plan import plans_in, remove_plans
 from recoup.engine.verification.replay_check import Verify, check_verify
 from recoup.errors import (
     BudgetWarning,
@@ -426,9 +426,7 @@ def fit(  # noqa: PLR0913 (a step can be described in several ways)
         return model, report
     except BaseException:
         # Including an interrupt after the plan was applied.
-        for applied in plans_in(described.model):
-            if applied not in known:
-                applied.remove()
+        remove_plans(described.model, known)
         raise
 
 

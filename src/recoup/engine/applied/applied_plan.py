@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -200,10 +200,11 @@ class Applied:
     def remove(self) -> None:
         """Remove the plan from the model, restoring the model."""
         self._close_interrupted()
-        for handle in self._handles:
-            handle.remove()
         for forward in self._forwards:
             forward.remove()
+        # The first ones last: by these `plans_in` finds a plan that is half removed.
+        for handle in reversed(self._handles):
+            handle.remove()
         self._handles = []
         self._named = []
         self._whole = None
@@ -447,6 +448,20 @@ def plans_on(module: nn.Module) -> list[Applied]:
 def plans_in(model: nn.Module) -> list[Applied]:
     """Return the plans and segments on a model and its submodules."""
     return [applied for module in model.modules() for applied in plans_on(module)]
+
+
+def remove_plans(model: nn.Module, but: Collection[Applied] = ()) -> None:
+    """Remove the plans on a model, but for some, even if an interrupt arrives."""
+    try:
+        _remove_plans(model, but)
+    finally:  # what an interrupt has cut short
+        _remove_plans(model, but)
+
+
+def _remove_plans(model: nn.Module, but: Collection[Applied]) -> None:
+    for applied in plans_in(model):
+        if applied not in but:
+            applied.remove()
 
 
 def refuse_sharded(kinds: Iterable[type[nn.Module]]) -> None:
