@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup.backend.compiler.recognition import is_sharded
 from recoup.backend.memory.ledger import tensor_bytes
 from recoup.core.units import print_bytes
 
@@ -61,6 +62,9 @@ class StateReader:
             for name, module in modules
             if module._parameters
         ]
+        # FSDP2 puts whole parameters in place of its own while it uses them. Their
+        # gradients, which it exchanges, are counted by `HeldGradients`.
+        self._foreign = nn.Parameter if any(map(is_sharded, self.classes)) else None
         self._trained = b""
         self._witnesses: list[tuple[weakref.ref[nn.Module], str]] = []
         first = next(model.parameters(), None)
@@ -119,7 +123,11 @@ class StateReader:
         for number, (owner, name) in enumerate(self._witnesses):
             module: Any = owner()
             parameter = None if module is None else module._parameters.get(name)
-            if parameter is not None and parameter.grad is not None:
+            if (
+                parameter is not None
+                and parameter.grad is not None
+                and type(parameter) is not self._foreign
+            ):
                 found |= 1 << number
         return found
 
@@ -129,7 +137,9 @@ class StateReader:
         known: set[int] = set()
         for path, owner in self._owners:
             for name, parameter in _parameters_of(owner()).items():
-                gradient = None if parameter is None else parameter.grad
+                if parameter is None or type(parameter) is self._foreign:
+                    continue
+                gradient = parameter.grad
                 if gradient is None or id(parameter) in known:
                     continue
                 known.add(id(parameter))
