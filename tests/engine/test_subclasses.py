@@ -300,6 +300,65 @@ def test_a_region_on_wrappers_inside_torchs_checkpoint_is_bitwise_the_twins(kind
         end_fake_group()
 
 
+def wrapped(kind: str, x: Tensor) -> Any:
+    if kind == "pair":
+        return Pair.apply(x, x * 2)
+    return DTensor.from_local(x * 2, mesh_of_two(), [Replicate()], run_check=False)
+
+
+def write_to_a_wrapper_around_regions(
+    region: Region, kind: str, depth: int, place: str
+) -> dict[str, Any]:
+    """Write to a wrapper that regions inside have read, within the region or after."""
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    with contextlib.ExitStack() as outer:
+        outer.enter_context(region("outer"))
+        if place != "own":
+            outer.close()  # the wrapper is from outside of all regions
+        tensor = wrapped(kind, x)
+        if place != "own":
+            outer.enter_context(region("outer"))
+        with contextlib.ExitStack() as inner:
+            for number in range(depth):
+                inner.enter_context(region(f"inner {number}"))
+            y = (tensor + 1).sin()
+        if place == "after":
+            outer.close()
+        tensor.mul_(0.5)
+        z = y + tensor.tanh()
+    local = z.to_local() if isinstance(z, DTensor) else sum(Parts.apply(z))
+    (found,) = torch.autograd.grad(local.sum(), x)
+    return {"gradient": found, "local": local}
+
+
+@pytest.mark.parametrize("kind", ["pair", "sharded"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("place", ["own", "outside"])
+def test_regions_inside_leave_writes_to_a_wrapper_to_the_region_around(
+    kind, depth, place
+):
+    step = functools.partial(
+        write_to_a_wrapper_around_regions, kind=kind, depth=depth, place=place
+    )
+    begin_fake_group()
+    try:
+        for region in (CheckpointScope, always):
+            assert compare(step, region) == []
+    finally:
+        end_fake_group()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["pair", "sharded"])
+def test_a_write_to_a_wrapper_after_all_regions_is_an_error(kind, depth):
+    begin_fake_group()
+    try:
+        with pytest.raises(ChangedTensorError):
+            write_to_a_wrapper_around_regions(always, kind, depth, "after")
+    finally:
+        end_fake_group()
+
+
 class TestQuantized:
     def step(self, region: Region, modules: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
         net = nn.Sequential(LowRank(8), nn.GELU(), LowRank(8), nn.Tanh())

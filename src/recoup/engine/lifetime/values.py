@@ -372,6 +372,17 @@ class Hold:
             self.leaf = weakref.ref(tensor)
         if any(_shares(tensor, kept) for kept in tensors(self.packed)):
             self.guard = tensor  # the hooks kept the tensor itself: it may change
+        if self.owner is not None:
+            self._hand_over_owner(getattr(pack, "__self__", None))
+
+    def _hand_over_owner(self, around: Any) -> None:
+        """Let a region around watch the wrapper: it sees what is written there."""
+        assert self.owner is not None, "there is a wrapper"
+        wrapper, version = self.owner[0](), self.owner[1]
+        watch = getattr(around, "watch_wrapper", None)
+        if wrapper is not None and watch is not None and version_of(wrapper) == version:
+            watch(wrapper)
+            self.owner = None
 
     def assign(self, tier: Tier | None) -> None:
         """Set the tier of the value; `store` moves it there."""
