@@ -326,7 +326,8 @@ def write_to_a_wrapper_around_regions(
             outer.close()
         tensor.mul_(0.5)
         z = y + tensor.tanh()
-    local = z.to_local() if isinstance(z, DTensor) else sum(Parts.apply(z))
+    parts: Any = [z.to_local()] if isinstance(z, DTensor) else Parts.apply(z)
+    local = torch.stack(tuple(parts)).sum(0)
     (found,) = torch.autograd.grad(local.sum(), x)
     return {"gradient": found, "local": local}
 
