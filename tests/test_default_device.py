@@ -88,7 +88,7 @@ def test_a_trainer_trains_as_without_it(elsewhere):
     trained = []
     for context in (functools.partial(torch.device, "cpu"), elsewhere):
         model, batch = model_and_batch()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         trainer = recoup.Trainer(model, optimizer, loss_fn=functional.mse_loss)
         with context():
             trainer.fit([(batch, batch.sin())] * 2, epochs=1)
