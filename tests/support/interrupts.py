@@ -38,7 +38,10 @@ def out_of_reach(code: CodeType) -> frozenset[int]:
         ):
             # A block that returns a value first moves it below `__exit__`.
             moves = place > 0 and found[place - 1].opname == "SWAP"
-            first = found[place - moves]
+            start = place - moves
+            while start > 0 and found[start - 1].opname == "NOP":
+                start -= 1  # the end of a loop, where Python looks for none
+            first = found[start]
             ends.update(
                 i.offset for i in found if first.offset <= i.offset <= call.offset
             )
