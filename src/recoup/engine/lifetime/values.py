@@ -379,9 +379,9 @@ class Hold:
         """Let a region around watch the wrapper: it sees what is written there."""
         assert self.owner is not None, "there is a wrapper"
         wrapper, version = self.owner[0](), self.owner[1]
-        watch = getattr(around, "watch_wrapper", None)
-        if wrapper is not None and watch is not None and version_of(wrapper) == version:
-            watch(wrapper)
+        tape: Any = getattr(around, "tape", None)
+        if wrapper is not None and tape is not None and version_of(wrapper) == version:
+            tape.meet_wrapper(wrapper, is_written=False)
             self.owner = None
 
     def assign(self, tier: Tier | None) -> None:

@@ -186,10 +186,6 @@ class Region(Counted):
         for name in ("_recorder", "_footing", "_close_if_left"):
             self.__dict__.pop(name, None)
 
-    def watch_wrapper(self, wrapper: Tensor) -> None:
-        """Watch a wrapper whose inner tensors a region inside used."""
-        self.tape.meet_wrapper(wrapper, is_written=False)
-
     def _settle(self) -> Program:
         """Keep what backward and a replay need, and free the rest."""
         tape = self.tape
