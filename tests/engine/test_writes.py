@@ -623,3 +623,25 @@ def test_a_cache_for_several_backwards_asks_again_for_what_a_region_around_holds
     inner = CheckpointScope("inner", verify="off", cache=True)
     plain = gradient(contextlib.nullcontext(), contextlib.nullcontext())
     assert torch.equal(gradient(outer, inner), plain)
+
+
+@pytest.mark.parametrize("verify", ["off", "always"])
+@pytest.mark.parametrize("read", [torch.mul, lambda a, b: a.t() @ b])
+def test_a_cache_for_several_backwards_never_serves_a_parameter_that_has_changed(
+    verify, read
+):
+    """The first backward reads it to recompute; a region inside saved it as well."""
+    weight = torch.linspace(-1, 1, 4).reshape(2, 2).requires_grad_()
+    other = torch.linspace(-2, 2, 4).reshape(2, 2).requires_grad_()
+    with (
+        CheckpointScope("around", verify="off"),
+        CheckpointScope("cached", verify=verify, cache=True),
+    ):
+        first = (weight * 2).exp()
+        with CheckpointScope("inside", verify="off"):
+            second = read(weight, other)
+    first.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        weight.sub_(1)
+    with pytest.raises(ChangedTensorError, match="at version 1"):
+        second.sum().backward()

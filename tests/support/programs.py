@@ -189,6 +189,8 @@ class Machine:
     slots: list[Tensor] = field(default_factory=list)
     seen: dict[str, Any] = field(default_factory=dict)
     layer: Layer | None = None
+    leaves: list[Tensor] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
     own: torch.Generator = field(default_factory=torch.Generator)
     _given: tuple[Tensor, ...] | None = None
     _wrapped: Wrapped = field(default_factory=Wrapped)
@@ -207,6 +209,7 @@ class Machine:
         if any(line.name == "layer" for line in self.program.lines):
             self.layer = Layer()
             self.leaves += self.layer.parameters()
+        self.buffers = given[3:]
         for step in range(self.program.steps):
             self.slots = list(given)
             self._wrapped.clear()
@@ -239,6 +242,9 @@ class Machine:
         self._backwards(name)
 
     def _update(self) -> None:
+        if any(tensor.grad_fn is not None for tensor in self.buffers):
+            # The next step reaches the graph of this one through them.
+            self._note_write(*self.leaves)
         with torch.no_grad():
             for leaf in self.leaves:
                 if leaf.grad is not None:

@@ -487,6 +487,8 @@ class Region(Counted):
 
     def _recomputing(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
         value = saved.value
+        if value.hold is not None and self.options.cache:
+            return (yield from self._alone(saved))  # it may have changed since
         task = current_backward()
         recall = self.recall
         if recall is None or not recall.serves(task):
@@ -504,9 +506,10 @@ class Region(Counted):
         return tensor
 
     def _alone(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
-        """Return one saved tensor, recomputed for itself."""
-        self.count_replay()
+        """Return one saved tensor, recomputed or fetched for itself."""
         program = Program(self.tape.operations, [saved.value])
+        if program.operations:
+            self.count_replay()
         live = yield from self._run(program, {})
         whole = live[saved.value]
         return whole if saved.layout is None else saved.layout.view(whole)

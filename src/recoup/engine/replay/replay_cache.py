@@ -397,7 +397,10 @@ class ReplayCache:
             self.live = live if not self.live else {**self.live, **live}
             return
         for value in wanted:
-            if value not in served and value.demand > 0:
+            if self._lasting and value.hold is not None:
+                # It may change between two backwards: each fetches it again.
+                free(value, live)
+            elif value not in served and value.demand > 0:
                 served.add(value)
                 if not self._lasting:
                     pending[value] = value.demand
@@ -433,6 +436,8 @@ class ReplayCache:
         """Return the values that autograd may request and that are not on a device."""
         found: set[TapeValue] = set()
         for value in values:
+            if self._lasting and value.hold is not None:
+                continue  # it is fetched for each backward
             if value in self._served:
                 if self._lasting or value in self.pending:
                     found.add(value)
