@@ -467,14 +467,15 @@ class Region(Counted):
         operators = len(program.operations if part is None else part[0])
         wanted = program.wanted if part is None else part[1]
         self.replayed_operators += operators
-        start = perf_counter()
+        is_timed = self.accounts or SECONDS
+        start = perf_counter() if is_timed else 0.0
         live = program.run(given=given, part=part)
-        if self.accounts or SECONDS:
+        if is_timed:
             self.count_run(operators, wanted, (), count_replay_seconds(start))
         if part is None:
             recall.take(wanted, live)
         else:
-            recall.take_part(wanted, live, program.roots)
+            recall.take_part(wanted, live)
         return recall.give(saved, task)
 
     def unpacking(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:

@@ -409,20 +409,17 @@ class ReplayCache:
                     self._spare_bytes -= value.nbytes
         self.live.update(live)
 
-    def take_part(
-        self, wanted: Iterable[TapeValue], live: Live, roots: Iterable[TapeValue]
-    ) -> None:
+    def take_part(self, wanted: Iterable[TapeValue], live: Live) -> None:
         """Add the wanted values of a part of the region.
 
         Args:
             wanted: The values.
             live: The result of running the part. May also contain held values whose
                 last use is in another part.
-            roots: The held values that the region uses.
         """
-        for value in live.keys() & roots:
-            assert type(value) is TapeValue, "roots are values"
-            free(value, live)
+        for value in tuple(live):
+            if type(value) is TapeValue and value.hold is not None:
+                free(value, live)
         if self._later or self._lasting:
             self.take(wanted, live)
             return
