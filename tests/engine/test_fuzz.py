@@ -29,6 +29,7 @@ from tests.support.programs import (
     as_step,
     repaired,
 )
+from tests.support.refused_writes import examine_refused_writes
 from tests.support.wrapping import COLLECTIVES, begin_fake_group, end_fake_group
 
 PROGRAMS = 300
@@ -148,6 +149,35 @@ def test_lines_that_plain_pytorch_refuses_in_the_second_step_are_left_out():
     assert left_out
     assert not machine.refused
     assert examine(replace(case, program=two)).kind == "equal"
+
+
+REFUSED = program(("open", 0, 0), ("tanh", 5, 0), ("mul_", 0, 1))
+
+
+def served_as_it_is_now(*_: object, **__: object) -> saved_tensors_hooks:
+    """Make a region that gives back what a saved tensor has become since."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def test_a_write_to_a_saved_tensor_that_goes_unnoticed_is_found():
+    left_out, _ = repaired(REFUSED.program)
+    assert left_out, "plain PyTorch refuses the write"
+    assert examine(REFUSED).kind == "equal"
+    verdict = examine(REFUSED, served_as_it_is_now)
+    assert verdict.kind == "wrong"
+    assert verdict.detail.startswith("with writes to saved tensors: ")
+
+
+@pytest.mark.filterwarnings("ignore:c10d")
+def test_the_slice_writes_to_saved_tensors():
+    cases = [case_of(seed).program for seed in range(PROGRAMS)]
+    judged = [
+        examine_refused_writes(case, repaired(case)[0], CheckpointScope)
+        for case in cases
+    ]
+    kinds = [verdict.kind for verdict in judged if verdict is not None]
+    assert kinds.count("equal") > 5
+    assert kinds.count("refused") > 5
 
 
 def test_a_failure_names_its_seed():

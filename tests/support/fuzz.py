@@ -3,7 +3,8 @@
 A program is data (`tests.support.programs`). It runs plain and with recoup. Everything
 that can be observed must be bitwise equal, nothing of recoup may stay behind, and after
 an interrupt at any line of recoup both the plain run and the run with recoup must be
-what they were. A program that fails is reduced to the lines that are needed to fail.
+what they were. Writes that plain PyTorch refuses are left out; with them the gradients
+must be those of what forward computed, or refused as well. A program that fails is reduced to the lines that are needed to fail.
 
 `python -m tests.support.fuzz --programs 50000` runs many in several processes.
 """
@@ -46,6 +47,7 @@ from tests.support.programs import (
     repaired,
     save_some,
 )
+from tests.support.refused_writes import examine_refused_writes
 from tests.support.shards import Tally, run_in_shards
 from tests.support.twin import (
     Observed,
@@ -182,6 +184,25 @@ def _examine(case: Case, region: Region) -> Verdict:
     may_refuse = machine.written_after_use
     seen.clear()
     del machine
+    verdict = _compared(step, region, expected, case.interrupt, may_refuse=may_refuse)
+    if verdict.failed:
+        return verdict
+    LEDGER.__dict__.update(Ledger().__dict__)
+    other = examine_refused_writes(case.program, left_out, region)
+    if other is None or not other.failed:
+        return verdict
+    return Verdict(other.kind, f"with writes to saved tensors: {other.detail}")
+
+
+def _compared(
+    step: Step,
+    region: Region,
+    expected: Observed,
+    interrupt: float | None,
+    *,
+    may_refuse: bool,
+) -> Verdict:
+    """Compare a step with what its plain run gave, and look at what is left of it."""
     with watching() as living:
         actual = _try_observing(step, region)
         if isinstance(actual, Verdict):
@@ -201,8 +222,8 @@ def _examine(case: Case, region: Region) -> Verdict:
             left += [] if _keeps_itself(step) else [alive]
         if left:
             return Verdict("wrong", "left: " + "; ".join(left))
-    if case.interrupt is not None and verdict.kind == "equal":
-        return _interrupt(step, region, expected, case.interrupt)
+    if interrupt is not None and verdict.kind == "equal":
+        return _interrupt(step, region, expected, interrupt)
     return _following(step, expected, "a following plain step: ") or verdict
 
 
