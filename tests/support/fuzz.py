@@ -4,7 +4,8 @@ A program is data (`tests.support.programs`). It runs plain and with recoup. Eve
 that can be observed must be bitwise equal, nothing of recoup may stay behind, and after
 an interrupt at any line of recoup both the plain run and the run with recoup must be
 what they were. Writes that plain PyTorch refuses are left out; with them the gradients
-must be those of what forward computed, or refused as well. A program that fails is reduced to the lines that are needed to fail.
+must be those of what forward computed, or refused as well. A program that fails is
+reduced to the lines that are needed to fail.
 
 `python -m tests.support.fuzz --programs 50000` runs many in several processes.
 """

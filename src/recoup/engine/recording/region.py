@@ -548,8 +548,7 @@ class Region(Counted):
 
     def _uses_of(self) -> Uses:
         uses = self._uses or Uses(self.tape.operations)
-        if "_recorder" not in self.__dict__:  # else there are more to come
-            self._uses = uses
+        self._uses = None if "_recorder" in self.__dict__ else uses  # more to come
         return uses
 
     def _watch_backward(self) -> None:
