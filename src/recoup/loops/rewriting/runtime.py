@@ -4,7 +4,7 @@ import itertools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recoup.backend.state.snapshots import StateSnapshot
 from recoup.backend.state.walk import reach
+from recoup.core.callers import user_stacklevel
 from recoup.errors import RecoupError, UnsupportedError
 from recoup.loops.loop import checkpointed_loop
 from recoup.loops.rewriting.writes import (
@@ -30,33 +31,6 @@ from recoup.schedules.revolve import Revolve
 Carry = tuple[Any, ...]
 Body = Callable[[Carry, Any], tuple[str | None, Any, tuple[Any, ...]]]
 Ended = tuple[str | None, Any, tuple[Carry]]
-
-
-def run_plainly(
-    body: Body, carry: Carry, items: Iterable[Any], lists: Sequence[list[Any]]
-) -> Ended:
-    """Run a `for` loop; return its end signal, its value, and the carry."""
-    for item in items:
-        signal, after, row = body(carry, item)
-        if signal == "return":
-            return signal, after, (carry,)
-        carry = after
-        if signal == "break":
-            return signal, None, (carry,)
-        for listed, value in zip(lists, row, strict=False):
-            listed.append(value)
-    return None, None, (carry,)
-
-
-def run_while_plainly(
-    body: Body, carry: Carry, test: Callable[[Carry], Any], lists: Sequence[list[Any]]
-) -> Ended:
-    """Run a `while` loop; return its end signal, its value, and the carry."""
-    while test(carry):
-        signal, value, (carry,) = run_plainly(body, carry, (None,), lists)
-        if signal is not None:
-            return signal, value, (carry,)
-    return None, None, (carry,)
 
 
 def bound(function: Any) -> Any:
@@ -103,8 +77,78 @@ class LoopOptions:
     raises: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SourceLoop:
+    """A loop of the source that is about to run.
+
+    Attributes:
+        body: One iteration, as a function of the carry and the item.
+        items: The items of a `for` loop, as a sequence; None for a `while` loop.
+        test: The condition of a `while` loop.
+        sources: The objects that the items were taken from.
+        lists: The lists that it appends to.
+        line: Its line in the file.
+        stops: Whether it contains a `break` or a `return`.
+        names: The names of the carried variables.
+        changed: As `FoundLoop.changed`.
+        kept: As `FoundLoop.kept`.
+        changes_items: As `FoundLoop.changes_items`.
+    """
+
+    body: Body
+    items: Any
+    test: Callable[[Carry], Any] | None
+    sources: Sequence[Any]
+    lists: Sequence[list[Any]]
+    line: int
+    stops: bool
+    names: Sequence[str]
+    changed: Sequence[str] = ()
+    kept: Sequence[str] = ()
+    changes_items: bool = False
+
+    @property
+    def seen(self) -> list[Any]:
+        """The objects besides variables that its steps see."""
+        return [self.body, self.items if self.test is None else self.test]
+
+    def goes_on(self, carry: Carry) -> bool:
+        """Return whether the condition holds; a `for` loop has none."""
+        return self.test is None or bool(self.test(carry))
+
+    def item(self, index: int) -> Any:
+        """Return the item of an iteration."""
+        return None if self.items is None else self.items[index]
+
+    def run_once(self, carry: Carry, item: Any) -> Ended:
+        """Run one iteration as written."""
+        signal, after, row = self.body(carry, item)
+        if signal == "return":
+            return signal, after, (carry,)
+        if signal is None:
+            for listed, value in zip(self.lists, row, strict=False):
+                listed.append(value)
+        return signal, None, (after,)
+
+    def run_plainly(self, carry: Carry, first: int = 0) -> Ended:
+        """Run the iterations from `first` on as written."""
+        items = itertools.repeat(None)
+        if self.test is None:
+            items = itertools.islice(self.items, first, None)
+        for item in items:
+            if not self.goes_on(carry):
+                break
+            signal, value, (carry,) = self.run_once(carry, item)
+            if signal is not None:
+                return signal, value, (carry,)
+        return None, None, (carry,)
+
+
 class Runtime:
-    """Runs the loops of one rewritten function."""
+    """Runs the loops of one rewritten function.
+
+    The result of a loop is its end signal, its value, and the carry.
+    """
 
     undefined = UNDEFINED
 
@@ -118,96 +162,56 @@ class Runtime:
         except NameError:
             return UNDEFINED
 
-    def run_for(  # noqa: PLR0913 (each is a fact about the loop)
-        self,
-        body: Body,
-        carry: Carry,
-        items: Any,
-        *,
-        lists: Sequence[list[Any]],
-        line: int,
-        stops: bool,
-        names: Sequence[str],
-        changed: Sequence[str] = (),
-        kept: Sequence[str] = (),
-        changes_items: bool = False,
+    def run_for(
+        self, body: Body, carry: Carry, items: Any, *, line: int, **facts: Any
     ) -> Ended:
-        """Run a `for` loop; return its end signal, its value, and the carry."""
-        body = bound(body)
+        """Run a `for` loop; `facts` are further fields of `SourceLoop`."""
         sources = [] if isinstance(items, (list, tuple)) else sources_of(items)
         items = _sequence(items, line)
-        total, first = len(items), 0
-        if self._is_plain(total):
-            return run_plainly(body, carry, iter(items), lists)
-        if stops and _is_jax((carry, items)):
-            self._refuse_to_stop(line)
-            return run_plainly(body, carry, iter(items), lists)
-        if changes_items and not isinstance(items, range):
-            self._complain(WriteError("it writes to what it iterates over"), line)
-            return run_plainly(body, carry, iter(items), lists)
+        loop = SourceLoop(bound(body), items, None, sources, line=line, **facts)
+        return self._run(loop, carry)
+
+    def run_while(
+        self, body: Body, carry: Carry, test: Callable[[Carry], Any], **facts: Any
+    ) -> Ended:
+        """Run a `while` loop; `facts` are further fields of `SourceLoop`."""
+        return self._run(SourceLoop(bound(body), None, bound(test), (), **facts), carry)
+
+    def _run(self, loop: SourceLoop, carry: Carry) -> Ended:
+        given = carry if loop.items is None else (carry, loop.items)
+        if self._is_plain(loop):
+            return loop.run_plainly(carry)
+        if loop.stops and _is_jax(given):
+            self._refuse_to_stop(loop.line)
+            return loop.run_plainly(carry)
+        if loop.changes_items and not isinstance(loop.items, range):
+            self._complain(WriteError("it writes to what it iterates over"), loop.line)
+            return loop.run_plainly(carry)
+        first = 0
         if not _is_settled(carry):
-            signal, value, (carry,) = run_plainly(body, carry, (items[0],), lists)
+            if not loop.goes_on(carry):
+                return None, None, (carry,)
+            signal, value, (carry,) = loop.run_once(carry, loop.item(0))
             if signal is not None:
                 return signal, value, (carry,)
             first = 1
-        if not _has_arrays((carry, items)) and not lists:
-            return run_plainly(body, carry, itertools.islice(items, first, None), lists)
-        before = _snapshot([body], (carry, items))
+            given = carry if loop.items is None else (carry, loop.items)
+        if not _has_arrays(given) and not loop.lists:
+            return loop.run_plainly(carry, first)
+        functions = [loop.body] if loop.test is None else loop.seen
+        before = _snapshot(functions, given)
         try:
-            with _naming(self._options.name, line):
-                writes = Writes(carry, names, changed, kept, [body, items], sources)
-                if stops:
-                    return self._stopped(
-                        body,
-                        writes,
-                        lambda _: True,
-                        lambda index: items[first + index],
-                        total - first,
-                    )
-                return self._run_known(body, writes, items, first, lists)
+            with _naming(self._options.name, loop.line):
+                writes = Writes(
+                    carry, loop.names, loop.changed, loop.kept, loop.seen, loop.sources
+                )
+                if loop.stops:
+                    return self._stopped(loop, writes, first)
+                return self._run_checkpointed(loop, writes, first)
         except KindError as error:
             before.restore()
-            self._complain(error, line)
-            rest = itertools.islice(items, first, None)
-            return run_plainly(body, carry, rest, lists)
-
-    def run_while(  # noqa: PLR0913 (each is a fact about the loop)
-        self,
-        body: Body,
-        carry: Carry,
-        test: Callable[[Carry], Any],
-        *,
-        lists: Sequence[list[Any]],
-        line: int,
-        stops: bool,
-        names: Sequence[str],
-        changed: Sequence[str] = (),
-        kept: Sequence[str] = (),
-    ) -> Ended:
-        """Run a `while` loop; return its end signal, its value, and the carry."""
-        body, test = bound(body), bound(test)
-        if self._options.strategy == "none":
-            return run_while_plainly(body, carry, test, lists)
-        if stops and _is_jax(carry):
-            self._refuse_to_stop(line)
-            return run_while_plainly(body, carry, test, lists)
-        if not _is_settled(carry):
-            if not test(carry):
-                return None, None, (carry,)
-            signal, value, (carry,) = run_plainly(body, carry, (None,), lists)
-            if signal is not None:
-                return signal, value, (carry,)
-        if not _has_arrays(carry) and not lists:
-            return run_while_plainly(body, carry, test, lists)
-        before = _snapshot([body, test], carry)
-        try:
-            with _naming(self._options.name, line):
-                writes = Writes(carry, names, changed, kept, [body, test])
-                return self._run_to_condition(body, writes, test, lists, stops)
-        except KindError as error:
-            before.restore()
-            self._complain(error, line)
-            return run_while_plainly(body, carry, test, lists)
+            self._complain(error, loop.line)
+            return loop.run_plainly(carry, first)
 
     def _refuse_to_stop(self, line: int) -> None:
         message = (
@@ -237,74 +241,47 @@ class Runtime:
                 "begin with arrays, in tuples, lists and dictionaries."
             )
 
-    def _run_to_condition(
-        self,
-        body: Body,
-        writes: Writes,
-        test: Callable[[Carry], Any],
-        lists: Sequence[list[Any]],
-        stops: bool,  # noqa: FBT001 (passed on)
-    ) -> Ended:
-        if stops:
-            return self._stopped(body, writes, test, lambda _: None, None)
-        step = _step(watched(body, writes), lists)
-        final, _ = checkpointed_loop(
-            self._named(step),
-            writes.given,
-            condition=test,
-            with_outputs=bool(lists),
-            schedule=self._online(),
-        )
-        return None, None, (_with_rows(final, lists, writes),)
-
-    def _run_known(
-        self,
-        body: Body,
-        writes: Writes,
-        items: Any,
-        first: int,
-        lists: Sequence[list[Any]],
-    ) -> Ended:
-        steps = len(items) - first
-        step = self._named(_step(watched(body, writes), lists))
-        options: dict[str, Any] = {**self._plan(steps), "with_outputs": bool(lists)}
+    def _run_checkpointed(self, loop: SourceLoop, writes: Writes, first: int) -> Ended:
+        step = self._named(_step(watched(loop.body, writes), loop.lists))
+        options: dict[str, Any] = {"with_outputs": bool(loop.lists)}
+        items = loop.items
+        if loop.test is not None:
+            options |= {"condition": loop.test, "schedule": self._online()}
+        else:
+            steps = len(items) - first
+            options |= {**self._plan(steps), "seq_length": steps, "with_index": True}
         if isinstance(items, range):
             begin, stride = items.start + first * items.step, items.step
+            unindexed = step
 
             def indexed(carry: Carry, index: Any) -> Any:
-                return step(carry, index, begin + index * stride)
+                return unindexed(carry, index, begin + index * stride)
 
-            counted, inputs = self._named(indexed), None
-        else:
+            step = self._named(indexed)
+        elif items is not None:
             rest = items[first:] if first else items
-            counted, inputs = step, rest if _is_array(rest) else Listed(rest)
-        final, _ = checkpointed_loop(
-            counted, writes.given, steps, inputs=inputs, with_index=True, **options
-        )
-        return None, None, (_with_rows(final, lists, writes),)
+            options["inputs"] = rest if _is_array(rest) else Listed(rest)
+        final, _ = checkpointed_loop(step, writes.given, **options)
+        return None, None, (_with_rows(final, loop.lists, writes),)
 
-    def _stopped(
-        self,
-        body: Body,
-        writes: Writes,
-        test: Callable[[Carry], Any],
-        item: Callable[[int], Any],
-        most: int | None,
-    ) -> Ended:
+    def _stopped(self, loop: SourceLoop, writes: Writes, first: int) -> Ended:
         """Run a loop that may break; its last iteration runs outside of it.
 
         The iteration that ends the loop returns its carry unchanged, and runs once more
         afterwards, where its value may be anything.
         """
-        watched_body = watched(body, writes)
+        # Not the loop itself: all that the step can reach counts as captured.
+        body, items = watched(loop.body, writes), loop.items
+        most = None if items is None else len(items) - first
 
         def step(state: tuple[Carry, int, bool]) -> tuple[Carry, int, bool]:
             carry, index, _ = state
-            signal, after, _ = watched_body(carry, item(index), index)
+            item = None if items is None else items[first + index]
+            signal, after, _ = body(carry, item, index)
             return (after, index + 1, False) if signal is None else (carry, index, True)
 
         def goes_on(state: tuple[Carry, int, bool]) -> bool:
-            return not state[2] and state[1] != most and bool(test(state[0]))
+            return not state[2] and state[1] != most and loop.goes_on(state[0])
 
         (carry, index, stopped), _ = checkpointed_loop(
             self._named(step),
@@ -315,7 +292,7 @@ class Runtime:
         carry = writes.write_back(carry)
         if not stopped:
             return None, None, (carry,)
-        return run_plainly(body, carry, (item(index),), ())
+        return loop.run_once(carry, loop.item(first + index))
 
     def _named(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Give the step the name of the user's function, for messages."""
@@ -336,9 +313,10 @@ class Runtime:
         held = self._options.num_checkpoints
         return Online(slots=32 if held is None else held + 1)
 
-    def _is_plain(self, steps: int) -> bool:
-        options = self._options
-        return options.strategy == "none" or steps < max(options.min_loop_size, 1)
+    def _is_plain(self, loop: SourceLoop) -> bool:
+        least = max(self._options.min_loop_size, 1)
+        is_short = loop.test is None and len(loop.items) < least
+        return is_short or self._options.strategy == "none"
 
 
 @contextmanager
@@ -352,8 +330,8 @@ def _naming(name: str, line: int) -> Iterator[None]:
 
 
 def warn_about(message: str) -> None:
-    """Warn the caller of the public function."""
-    warnings.warn(message, UserWarning, stacklevel=4)
+    """Warn about the user's code."""
+    warnings.warn(message, UserWarning, stacklevel=user_stacklevel())
 
 
 def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[..., Any]:
