@@ -22,7 +22,7 @@ from recoup.schedules.revolve import Chunked
 from recoup.schedules.slot_budget import fit_budget
 
 
-def run_numpy(
+def run_loop(
     step: LoopStep,
     initial_state: Any,
     plan: LoopPlan,
@@ -184,7 +184,7 @@ def _plain(leaf: Any) -> Any:
     return leaf._value if _is_box(leaf) else leaf  # noqa: SLF001
 
 
-def fit_numpy_budget(
+def fit_schedule(
     step: LoopStep,
     state: Any,
     steps: int,
