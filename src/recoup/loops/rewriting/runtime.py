@@ -14,7 +14,7 @@ from torch import Tensor
 from recoup.backend.state.snapshots import StateSnapshot
 from recoup.backend.state.walk import reach
 from recoup.core.callers import user_stacklevel
-from recoup.errors import RecoupError, UnsupportedError
+from recoup.errors import RecoupError, UnsupportedError, UsageError
 from recoup.loops.loop import checkpointed_loop
 from recoup.loops.rewriting.writes import (
     Undefined,
@@ -52,29 +52,50 @@ def _copied(cell: types.CellType) -> types.CellType:
 
 
 UNDEFINED = Undefined()
+_STRATEGIES = ("auto", "revolve", "dynamic", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """Options of the loops of a rewritten function.
+    """Options of the loops of a rewritten function; see `grad`.
 
     Attributes:
-        num_checkpoints: States to hold; None for the square root of the steps.
+        name: The function, for messages.
+        enabled: Whether its loops are checkpointed.
         strategy: "auto" (at equal distances), "revolve", "dynamic" (as for an unknown
             length) or "none" (not checkpointed).
+        num_checkpoints: States to hold; None for the square root of the steps.
         memory_budget: Bytes that may be held instead.
         min_loop_size: Shorter loops run plain.
-        name: The function, for messages.
-        raises: Whether an unsupported loop raises; else it runs plain, with a
-            warning.
+        on_unsupported: "raise", or "warn": an unsupported loop runs plain.
+
+    Raises:
+        UsageError: An option is unknown, or two exclude each other.
     """
 
-    num_checkpoints: int | None = None
+    name: str
+    enabled: bool = True
     strategy: str = "auto"
+    num_checkpoints: int | None = None
     memory_budget: int | str | None = None
     min_loop_size: int = 100
-    name: str = "function"
-    raises: bool = False
+    on_unsupported: str = "warn"
+
+    def __post_init__(self) -> None:
+        if self.on_unsupported not in ("warn", "raise"):
+            raise UsageError(
+                f'expected on_unsupported="warn" or "raise", got '
+                f"{self.on_unsupported!r}."
+            )
+        if self.strategy not in _STRATEGIES:
+            raise UsageError(
+                f"expected strategy to be one of {', '.join(_STRATEGIES)}, got "
+                f"{self.strategy!r}."
+            )
+        if self.memory_budget is not None and self.num_checkpoints:
+            raise UsageError(
+                "expected memory_budget or num_checkpoints, got both; leave one out."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +203,11 @@ class Runtime:
         if self._is_plain(loop):
             return loop.run_plainly(carry)
         if loop.stops and _is_jax(given):
-            self._refuse_to_stop(loop.line)
+            self.refuse(
+                f"the loop at line {loop.line} of {self._options.name!r} is not "
+                "checkpointed and runs plain: over JAX arrays it may not break or "
+                "return; put its end into the condition of a while loop."
+            )
             return loop.run_plainly(carry)
         if loop.changes_items and not isinstance(loop.items, range):
             self._complain(WriteError("it writes to what it iterates over"), loop.line)
@@ -213,29 +238,25 @@ class Runtime:
             self._complain(error, loop.line)
             return loop.run_plainly(carry, first)
 
-    def _refuse_to_stop(self, line: int) -> None:
-        message = (
-            f"the loop at line {line} of {self._options.name!r} is not checkpointed "
-            "and runs plain: over JAX arrays it may not break or return; put its end "
-            "into the condition of a while loop."
-        )
-        if self._options.raises:
+    def refuse(self, message: str) -> None:
+        """Warn, or raise `UnsupportedError` if the options say so."""
+        if self._options.on_unsupported == "raise":
             raise UnsupportedError(message)
-        warn_about(message)
+        warnings.warn(message, UserWarning, stacklevel=user_stacklevel())
 
     def _complain(self, error: KindError, line: int) -> None:
-        if self._options.raises:
+        if self._options.on_unsupported == "raise":
             raise error
         loop = f"the loop at line {line} of {self._options.name!r}"
         if isinstance(error, WriteError):
-            warn_about(
+            self.refuse(
                 f"{loop} is not checkpointed and runs plain: {error}; change it, or "
                 "call checkpointed_loop."
             )
         elif isinstance(error, ConcreteError):
-            warn_about(f"{loop} runs plain: {error}")
+            self.refuse(f"{loop} runs plain: {error}")
         else:
-            warn_about(
+            self.refuse(
                 f"{loop} runs plain: one of its variables is an array at one time and "
                 "something else at another, changes its structure, or hides arrays; "
                 "begin with arrays, in tuples, lists and dictionaries."
@@ -327,11 +348,6 @@ def _naming(name: str, line: int) -> Iterator[None]:
     except RecoupError as error:
         error.add_note(f"in the loop at line {line} of {name!r}, which was rewritten")
         raise
-
-
-def warn_about(message: str) -> None:
-    """Warn about the user's code."""
-    warnings.warn(message, UserWarning, stacklevel=user_stacklevel())
 
 
 def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[..., Any]:
