@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from recoup.errors import UsageError
@@ -28,8 +29,9 @@ class Stacked:
 
     def with_leaves(self, leaves: dict[int, Any]) -> "Stacked":
         """Return a feed with some leaves replaced."""
-        changed = [leaves.get(p, leaf) for p, leaf in enumerate(self.leaves)]
-        return Stacked(unflatten(self._structure, changed))
+        changed = copy(self)
+        changed.leaves = [leaves.get(p, leaf) for p, leaf in enumerate(self.leaves)]
+        return changed
 
     def at(self, index: int) -> Any:
         """Return the input of one step."""
@@ -53,16 +55,11 @@ class Listed:
     """One input for every step, each a separate tree."""
 
     def __init__(self, trees: Sequence[Any]) -> None:
-        self.leaves: list[Any] = []
-        self.length = len(trees)
-        self._structures: list[Structure] = []
-        self._starts: list[int] = []
-        for tree in trees:
-            leaves, structure = flatten(tree)
-            self._starts.append(len(self.leaves))
-            self._structures.append(structure)
-            self.leaves.extend(leaves)
-        self._starts.append(len(self.leaves))
+        flat = [flatten(tree) for tree in trees]
+        self.length = len(flat)
+        self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
+        self._structures = [structure for _, structure in flat]
+        self._starts = [0, *accumulate(len(leaves) for leaves, _ in flat)]
 
     def with_leaves(self, leaves: dict[int, Any]) -> "Listed":
         """Return a feed with some leaves replaced."""

@@ -38,7 +38,11 @@ def nodes_of(trees: Iterable[Any]) -> list[Any]:
     """
     found: list[Any] = []
     for tree in trees:
-        _gather(tree, found)
+        found.append(tree)
+        if type(tree) is dict:
+            found += nodes_of(tree.values())
+        elif type(tree) is list or isinstance(tree, tuple):
+            found += nodes_of(tree)
     return found
 
 
@@ -117,16 +121,6 @@ def sources_of(items: Any) -> list[Any]:
         else:
             found.append(thing)
     return found
-
-
-def _gather(tree: Any, found: list[Any]) -> None:
-    found.append(tree)
-    if type(tree) is dict:
-        for part in tree.values():
-            _gather(part, found)
-    elif type(tree) is list or isinstance(tree, tuple):
-        for part in tree:
-            _gather(part, found)
 
 
 def _is_numpy(node: Any) -> bool:
