@@ -143,13 +143,14 @@ def _options(fn: Callable[..., Any], checkpoint: Checkpoint) -> LoopOptions:
 
 
 def _report(name: str, rewritten: Rewritten, runtime: Runtime) -> None:
-    if not rewritten.loops and not rewritten.left:
+    if not rewritten.loops:
         runtime.refuse(f"{name!r} has no loop to checkpoint.")
-    for loop in rewritten.left:
-        runtime.refuse(
-            f"the loop at line {loop.line} of {name!r} is not checkpointed and runs "
-            f"plain: {loop.fault}. Change it, or call checkpointed_loop."
-        )
+    for loop in rewritten.loops:
+        if loop.fault is not None:
+            runtime.refuse(
+                f"the loop at line {loop.line} of {name!r} is not checkpointed and "
+                f"runs plain: {loop.fault}. Change it, or call checkpointed_loop."
+            )
 
 
 def _check_places(

@@ -162,7 +162,7 @@ def _opened(tree: Any) -> Any:
 def _opened_box(leaf: Any, builtins: Any) -> Any:
     if isinstance(leaf, builtins.SequenceBox):
         parts = [_opened(leaf[place]) for place in range(len(leaf))]
-        return parts if isinstance(_plain(leaf), list) else tuple(parts)
+        return parts if isinstance(_untraced(leaf), list) else tuple(parts)
     if isinstance(leaf, builtins.DictBox):
         return {name: _opened(leaf[name]) for name in leaf}
     return leaf
@@ -178,10 +178,6 @@ def _require_derivatives(machine: NumpyMachine) -> None:
             "expected HIPS autograd or vjp= for the derivative of a NumPy function, "
             "got none; install it with: pip install 'recoup[numpy]'."
         ) from error
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf._value if _is_box(leaf) else leaf  # noqa: SLF001
 
 
 def fit_schedule(

@@ -117,14 +117,12 @@ class Rewritten:
     Attributes:
         function: The function itself.
         source: Its source.
-        loops: The rewritten loops.
-        left: The other loops, each with its fault.
+        loops: Its loops; those without a fault are checkpointed.
     """
 
     function: Callable[..., Any]
     source: str
     loops: tuple[FoundLoop, ...]
-    left: tuple[FoundLoop, ...]
 
 
 def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
@@ -147,12 +145,7 @@ def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
     source = ast.unparse(changed)
     made = _compiled(function, changed, first_line, runtime)
     made.__name__ = name
-    return Rewritten(
-        function=made,
-        source=source,
-        loops=tuple(loop for loop in found.values() if loop.fault is None),
-        left=tuple(loop for loop in found.values() if loop.fault is not None),
-    )
+    return Rewritten(made, source, tuple(found.values()))
 
 
 def _parsed(function: Callable[..., Any]) -> tuple[ast.FunctionDef, int]:
