@@ -85,7 +85,9 @@ class NumpyMachine(LoopMachine):
 
     def after(self, tape: Any) -> Any:
         """Return the state after a tape of forward, and collect its outputs."""
-        self.rows += tape.plain_rows()
+        if tape.outputs:
+            self.rows += tape.plain_rows()
+            self.output_structure = tape.output_structure
         return unflatten(tape.structure, tape.values())
 
     def reverse(self, state: Any, start: int, stop: int) -> None:
