@@ -115,10 +115,9 @@ class Runtime:
         return self._run(SourceLoop(bound(body), None, bound(test), (), **facts), carry)
 
     def _run(self, loop: SourceLoop, carry: Carry) -> Ended:
-        given = carry if loop.items is None else (carry, loop.items)
         if self._is_plain(loop):
             return loop.run_plainly(carry)
-        if loop.stops and _is_jax(given):
+        if loop.stops and _is_jax(loop.given(carry)):
             self.refuse(
                 f"the loop at line {loop.line} of {self._options.name!r} is not "
                 "checkpointed and runs plain: over JAX arrays it may not break or "
@@ -136,11 +135,9 @@ class Runtime:
             if signal is not None:
                 return signal, value, (carry,)
             first = 1
-            given = carry if loop.items is None else (carry, loop.items)
-        if not _has_arrays(given) and not loop.lists:
+        if not _has_arrays(loop.given(carry)) and not loop.lists:
             return loop.run_plainly(carry, first)
-        functions = [loop.body] if loop.test is None else loop.seen
-        before = _snapshot(functions, given)
+        before = _snapshot(loop.functions, loop.given(carry))
         try:
             with _naming(self._options.name, loop.line):
                 writes = Writes(loop, carry)

@@ -42,9 +42,18 @@ class SourceLoop:
     changes_items: bool = False
 
     @property
+    def functions(self) -> list[Any]:
+        """The functions that it is made of."""
+        return [self.body] if self.test is None else [self.body, self.test]
+
+    @property
     def seen(self) -> list[Any]:
         """The objects besides variables that its steps see."""
-        return [self.body, self.items if self.test is None else self.test]
+        return self.functions if self.test else [self.body, self.items]
+
+    def given(self, carry: Carry) -> Any:
+        """Return the values that it starts from."""
+        return carry if self.items is None else (carry, self.items)
 
     def goes_on(self, carry: Carry) -> bool:
         """Return whether the condition holds; a `for` loop has none."""
