@@ -11,7 +11,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -65,43 +65,37 @@ class LoopPlan:
         return steps != self.most_steps and bool(self.condition(state))
 
 
-@dataclass(frozen=True, slots=True)
-class KeptState:
-    """A state in a slot: the step that follows it, and the backend's copy."""
-
-    step: int
-    held: Any
-    owned: bool = True
-
-    def drop(self) -> None:
-        """Drop it from its tier, if these slots put it there."""
-        if self.owned and hasattr(self.held, "drop"):
-            self.held.drop()
-
-
 class Slots:
-    """The states that a schedule holds now, by slot."""
+    """The states that a schedule holds now, by slot.
 
-    def __init__(self, kept: Mapping[int, KeptState] | None = None) -> None:
-        self._kept: dict[int, KeptState] = dict(kept or {})
+    Args:
+        kept: States of other slots, which drop them: the step after each, and a handle.
+    """
+
+    def __init__(self, kept: Mapping[int, tuple[int, Any]] | None = None) -> None:
+        self._kept = dict(kept or {})
+        self._borrowed = set(self._kept)
 
     def put(self, slot: int, step: int, held: Any) -> None:
         """Keep a state."""
-        self._kept[slot] = KeptState(step, held)
+        self._kept[slot] = step, held
+        self._borrowed.discard(slot)
 
     def get(self, slot: int) -> Any:
         """Return the state in a slot."""
-        return self._kept[slot].held
+        return self._kept[slot][1]
 
     def prefetch(self, slot: int) -> None:
         """Start to fetch a state from its tier, if that takes time."""
-        kept = self._kept.get(slot)
-        if kept is not None and hasattr(kept.held, "prefetch"):
-            kept.held.prefetch()
+        _, held = self._kept.get(slot, (0, None))
+        if hasattr(held, "prefetch"):
+            held.prefetch()
 
     def free(self, slot: int) -> None:
-        """Drop a state."""
-        self._kept.pop(slot).drop()
+        """Drop a state, also from its tier."""
+        _, held = self._kept.pop(slot)
+        if slot not in self._borrowed and hasattr(held, "drop"):
+            held.drop()
 
     def clear(self) -> None:
         """Drop all states."""
@@ -110,15 +104,11 @@ class Slots:
 
     def copy(self) -> "Slots":
         """Return slots with the same states, which these slots still own."""
-        return Slots({slot: replace(k, owned=False) for slot, k in self._kept.items()})
+        return Slots(self._kept)
 
     def by_step(self) -> dict[int, Any]:
         """Return the held states by the step that follows each, in order."""
-        found = {kept.step: kept.held for kept in self._kept.values()}
-        return dict(sorted(found.items()))
-
-    def __len__(self) -> int:
-        return len(self._kept)
+        return dict(sorted(dict(self._kept.values()).items()))
 
 
 class Checkpoints(Mapping[int, Any]):
