@@ -5,7 +5,7 @@ import copy
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,25 +64,22 @@ def find_loops(function: ast.FunctionDef, first_line: int) -> dict[int, FoundLoo
         >>> loop.carried, loop.line, loop.fault
         (('x',), 2, None)
     """
-    found: dict[int, FoundLoop] = {}
-    _visit(function.body, function, [], found, first_line)
-    return found
+    return {
+        id(loop): _describe(loop, function, around, first_line)
+        for loop, around in _loops_in(function.body, [])
+    }
 
 
-def _visit(
-    body: Iterable[ast.AST],
-    function: ast.FunctionDef,
-    around: list[LoopNode],
-    found: dict[int, FoundLoop],
-    first_line: int,
-) -> None:
+def _loops_in(
+    body: Iterable[ast.AST], around: list[LoopNode]
+) -> Iterator[tuple[LoopNode, list[LoopNode]]]:
+    """Yield the loops of some code, each with the loops around it."""
     for node in body:
         if isinstance(node, (ast.For, ast.While)):
-            found[id(node)] = _describe(node, function, around, first_line)
-            _visit(node.body, function, [*around, node], found, first_line)
+            yield node, around
+            yield from _loops_in(node.body, [*around, node])
         elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            inside = ast.iter_child_nodes(node)
-            _visit(inside, function, around, found, first_line)
+            yield from _loops_in(ast.iter_child_nodes(node), around)
 
 
 def _describe(
