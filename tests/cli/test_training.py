@@ -21,9 +21,9 @@ TINY = training.Settings(
 def test_both_runs_start_from_the_same_seed_and_learn():
     settings = replace(TINY, steps=30)
     with Progress(disable=True) as progress:
-        first = training.train(settings, training.keep_plain, progress, label="first")
+        first = training.train(settings, progress, label="first")
         torch.rand(7)
-        second = training.train(settings, training.keep_plain, progress, label="second")
+        second = training.train(settings, progress, label="second")
     assert training.losses_equal(first, second)
     assert training.gradients_equal(first, second)
     assert first.losses[-1] < first.losses[0]
@@ -31,7 +31,7 @@ def test_both_runs_start_from_the_same_seed_and_learn():
 
 def test_a_flipped_bit_makes_gradients_differ():
     with Progress(disable=True) as progress:
-        one = training.train(TINY, training.keep_plain, progress, label="one")
+        one = training.train(TINY, progress, label="one")
     first, *others = one.gradients
     other = replace(one, gradients=(first.nextafter(first + 1), *others))
     assert training.gradients_equal(one, one)

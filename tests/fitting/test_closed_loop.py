@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.zoo.cases import CASES
+from recoup.core.footprint import total_footprint
 from recoup.core.graph import HostCosts
 from recoup.core.plan import locate
 from recoup.core.segments import Action
@@ -16,7 +17,6 @@ from recoup.engine.applied.applied_plan import Applied
 from recoup.fitting.closed_loop import ClosedLoop, Measurements
 from recoup.measurement.steps.floor import measure_floor, run_step
 from recoup.measurement.steps.training_step import training_step, untouched
-from recoup.measurement.timing.host_cost import Work
 from recoup.measurement.timing.pace import Pace
 
 NAME = "gpt"
@@ -43,7 +43,8 @@ class Host:
         segments = attempts[0][0]
         graph = self.loop.graph
         device = simulate(graph, segments).device_seconds
-        host = self.host_costs(graph).seconds(*Work.of(graph, segments))
+        total = total_footprint(graph, segments)
+        host = self.host_costs(graph).seconds(total.recorded, total.replayed)
         self.paces.append(Pace(max(device, host), host))
         return self.paces[-1]
 

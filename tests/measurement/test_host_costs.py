@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.graphs import transformer_graph
+from recoup.core.footprint import total_footprint
 from recoup.core.graph import HostCosts
 from recoup.core.simulation import simulate
 from recoup.measurement.steps.training_step import training_step
@@ -18,7 +19,6 @@ from recoup.measurement.timing.host_cost import (
     REPLAY_BY_FORWARD,
     STEP_BY_FORWARD,
     Calls,
-    Work,
     corrected,
     host_costs_of,
 )
@@ -77,11 +77,12 @@ def test_a_model_that_needs_gradients_in_forward_is_taken_to_record_for_the_leas
         graph, Pace(3.0, 3.0), plain_forward_seconds=float("inf"), least_seconds=1e-3
     )
     assert found.recording_seconds == pytest.approx(1e-3)
-    assert found.seconds(*all_recomputed(graph)) == pytest.approx(3.0)
+    work = all_recomputed(graph)
+    assert found.seconds(work.recorded, work.replayed) == pytest.approx(3.0)
 
 
 def all_recomputed(graph):
-    return Work.of(graph, recompute_all(graph))
+    return total_footprint(graph, recompute_all(graph))
 
 
 def test_what_is_neither_the_plain_step_nor_replays_is_recording():
@@ -114,7 +115,7 @@ def test_all_of_the_time_of_a_host_that_is_waited_for_is_in_some_part(
         )
         for seconds in (host, 2 * host)
     )
-    assert waited_for.seconds(*work) == pytest.approx(host)
+    assert waited_for.seconds(work.recorded, work.replayed) == pytest.approx(host)
     assert min(astuple(ahead)) >= 0
     assert ahead.plain_seconds == waited_for.plain_seconds
     assert ahead.replaying_seconds == waited_for.replaying_seconds

@@ -267,7 +267,7 @@ def measure(
     check_device(device, dry=dry)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import MeasureMode, measure_findings, noise, step_numbers
+    from recoup.cli.work import measure_findings, noise, step_numbers
     from recoup.report.texts import (
         alive_text,
         blocks_text,
@@ -276,9 +276,9 @@ def measure(
     )
     from recoup.report.timeline import timeline
 
-    loaded = load_target(target, dry=dry)
-    busy = "" if dry else noise(loaded)
-    graph, found = measure_findings(loaded, MeasureMode(dry=dry, device=device), budget)
+    loaded = load_target(target, dry=dry, device=device)
+    busy = noise(loaded)
+    graph, found = measure_findings(loaded, budget)
     numbers, view = step_numbers(graph, found), found.plan
     drawn = timeline(found.step, view)
     if json:
@@ -362,18 +362,13 @@ def frontier(  # noqa: PLR0913 (one for each output)
     check_compiled_frontier(compile, others=has_others)
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import (
-        MeasureMode,
-        compiled_frontier_of,
-        frontier_findings,
-        noise,
-    )
+    from recoup.cli.work import compiled_frontier_of, frontier_findings, noise
     from recoup.report.charts import frontier_chart
     from recoup.report.compiled_view import plans_text
     from recoup.report.texts import estimate_words, frontier_text
 
-    loaded = load_target(target, dry=dry)
-    busy = "" if dry else noise(loaded)
+    loaded = load_target(target, dry=dry, device=device)
+    busy = noise(loaded)
     if compile is not None:
         compiled = compiled_frontier_of(loaded, points, compile)
         if json:
@@ -386,9 +381,7 @@ def frontier(  # noqa: PLR0913 (one for each output)
         else:
             print_texts(plans_text(compiled), loaded.uncounted(), busy)
         return
-    found = frontier_findings(
-        loaded, points, offload=offload, mode=MeasureMode(dry=dry, device=device)
-    )
+    found = frontier_findings(loaded, points, offload=offload)
     if chart is not None:
         write_picture(chart, frontier_chart(found))
     if json:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -93,17 +92,13 @@ class TrainingRun:
     report: Fit | None = None
 
 
-FitModel = Callable[[GPT, torch.optim.Optimizer, Tensor], Fit | None]
-"""Makes a model fit, given its optimizer and the text it will be trained on."""
-
-
 def fit_to_budget(
     settings: Settings,
     budget_bytes: int,
     model: GPT,
     optimizer: torch.optim.Optimizer,
     text: Tensor,
-) -> Fit | None:
+) -> Fit:
     """Make the model train within a budget for all memory of a step."""
     state = torch.random.get_rng_state()
     batch = draw_batch(text, settings)
@@ -112,10 +107,6 @@ def fit_to_budget(
         # No allocator counts on a CPU, and the text is in memory during every step.
         budget_bytes -= text.nbytes
     return fit(model, batch, budget_bytes, optimizer=optimizer, progress=False)[1]
-
-
-def keep_plain(model: GPT, optimizer: torch.optim.Optimizer, text: Tensor) -> None:
-    """Leave the model as it is."""
 
 
 def compare_repeatably(
@@ -139,20 +130,26 @@ def compare_repeatably(
 
 def compare(settings: Settings, progress: Progress) -> tuple[TrainingRun, TrainingRun]:
     """Train twice from the same seed: plainly, and in half of that memory."""
-    plain = train(settings, keep_plain, progress, label="plain")
-    fit_model = partial(fit_to_budget, settings, plain.cost.peak_bytes // 2)
-    return plain, train(settings, fit_model, progress, label="fitted")
+    plain = train(settings, progress, label="plain")
+    half_bytes = plain.cost.peak_bytes // 2
+    return plain, train(settings, progress, label="fitted", budget_bytes=half_bytes)
 
 
 def train(
-    settings: Settings, fit_model: FitModel, progress: Progress, *, label: str
+    settings: Settings,
+    progress: Progress,
+    *,
+    label: str,
+    budget_bytes: int | None = None,
 ) -> TrainingRun:
-    """Train from a fixed seed, then measure one more step."""
+    """Train from a fixed seed, plainly or in a budget; then measure one more step."""
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     text = encode(read_text()).to(settings.device)
     model = GPT(settings.shape).to(settings.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    report = fit_model(model, optimizer, text)
+    report = None
+    if budget_bytes is not None:
+        report = fit_to_budget(settings, budget_bytes, model, optimizer, text)
     task = progress.add_task(label, total=settings.steps)
     losses: list[Tensor] = []
     for _ in range(settings.steps):

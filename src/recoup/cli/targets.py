@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from types import ModuleType
@@ -33,6 +33,8 @@ class Target:
         loss: Computes the loss from its output.
         optimizer: Trains it.
         step: Runs forward and backward, instead of batch and loss.
+        dry: Whether nothing is to be computed.
+        device: The device whose times are estimated, if dry; None: this CPU.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Target:
     loss: Any = None
     optimizer: Any = None
     step: Any = None
+    dry: bool = False
+    device: str | None = None
 
     def uncounted(self) -> str:
         """Return a note if no optimizer was given, whose state would count.
@@ -65,22 +69,22 @@ class Target:
         )
 
 
-def load_target(name: str, *, dry: bool = False) -> Target:
+def load_target(name: str, *, dry: bool = False, device: str | None = None) -> Target:
     """Import the user's function, call it, and return its target.
 
     Args:
         name: The name that the user gave.
         dry: Try to call it on the meta device, without memory. A function that cannot
             run there is called normally.
+        device: The device whose times are estimated, if dry.
 
     Raises:
         CommandError: There is no such function, it raised, or it returned something
             else.
     """
     function = _function(name)
-    if dry and (described := _without_memory(name, function)) is not None:
-        return described
-    return _called(name, function)
+    target = _without_memory(name, function) if dry else None
+    return replace(target or _called(name, function), dry=dry, device=device)
 
 
 def load_sized_target(name: str) -> Callable[[int], Target]:

@@ -4,7 +4,7 @@ import os
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, Literal, cast
@@ -89,39 +89,21 @@ def largest_batch_of(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureMode:
-    """The mode of a measurement.
-
-    Attributes:
-        dry: Whether nothing is computed.
-        device: The device whose times are estimated, if dry; None: this CPU.
-    """
-
-    dry: bool = False
-    device: str | None = None
-
-
-_REAL = MeasureMode()
-
-
-def measure_target(target: Target, mode: MeasureMode = _REAL) -> Graph:
+def measure_target(target: Target) -> Graph:
     """Measure a step of the user's model."""
-    doing = "running a step without memory" if mode.dry else "measuring a step"
+    doing = "running a step without memory" if target.dry else "measuring a step"
     with _status(doing), blaming_step(target):
         return measure(
             target.model,
             target.batch,
             loss=target.loss,
             step=target.step,
-            dry=mode.dry,
-            device=mode.device,
+            dry=target.dry,
+            device=target.device,
         )
 
 
-def measure_findings(
-    target: Target, mode: MeasureMode, budget: str | None
-) -> tuple[Graph, Findings]:
+def measure_findings(target: Target, budget: str | None) -> tuple[Graph, Findings]:
     """Measure a step; return its findings, with a plan if there is a budget.
 
     All peaks, and the smallest budget, include the later state of an optimizer.
@@ -129,9 +111,9 @@ def measure_findings(
     Raises:
         InfeasibleError: No plan fits into the budget.
     """
-    graph = measure_target(target, mode)
-    reserved_bytes = _reserved_bytes(target, mode)
-    device = torch.device("cpu") if mode.dry else device_of(target.model)
+    graph = measure_target(target)
+    reserved_bytes = _reserved_bytes(target)
+    device = torch.device("cpu") if target.dry else device_of(target.model)
     search = Search(graph, _allowed(offload=False))
     asked_bytes = 0
     chosen: Plans = ()
@@ -158,7 +140,7 @@ def measure_findings(
     return graph, replace(found, floor_bytes=floor_bytes)
 
 
-def _reserved_bytes(target: Target, mode: MeasureMode) -> int:
+def _reserved_bytes(target: Target) -> int:
     """Return the bytes of an optimizer's state that a measured step did not count."""
     if target.optimizer is None:
         return 0
@@ -167,20 +149,18 @@ def _reserved_bytes(target: Target, mode: MeasureMode) -> int:
     if device.type == "meta":
         # Meta stands for the CPU, which holds some state in any case.
         missing_bytes += missing_state_bytes(target.optimizer, torch.device("cpu"))
-    if mode.dry or device.type == "cpu":
+    if target.dry or device.type == "cpu":
         # No allocator counted the existing state.
         return missing_bytes + state_bytes(target.optimizer)
     return missing_bytes
 
 
-def frontier_findings(
-    target: Target, points: int, *, offload: bool, mode: MeasureMode = _REAL
-) -> Findings:
+def frontier_findings(target: Target, points: int, *, offload: bool) -> Findings:
     """Measure a step, and find the fastest plans for many budgets.
 
     All peaks include the later state of an optimizer.
     """
-    graph = measure_target(target, mode)
+    graph = measure_target(target)
     with bar("planning") as show:
         others = frontier_and_rules(
             Search(graph, _allowed(offload=offload)),
@@ -191,7 +171,7 @@ def frontier_findings(
         graph,
         target.model,
         others=others,
-        reserved_bytes=_reserved_bytes(target, mode),
+        reserved_bytes=_reserved_bytes(target),
         title=target.name,
     )
 
@@ -212,7 +192,7 @@ def compiled_frontier_of(
             points=points,
             compile=cast("Executor", executor),
         )
-    more_bytes = _reserved_bytes(target, _REAL)
+    more_bytes = _reserved_bytes(target)
     return tuple(replace(p, peak_bytes=p.peak_bytes + more_bytes) for p in plans)
 
 
@@ -299,8 +279,8 @@ def other_work(device: torch.device) -> str:
 
 
 def noise(target: Target) -> str:
-    """Return a warning if timings are noisy now."""
-    return other_work(device_of(target.model))
+    """Return a warning if timings are noisy now; a dry run has none."""
+    return "" if target.dry else other_work(device_of(target.model))
 
 
 @contextmanager

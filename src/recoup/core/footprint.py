@@ -78,6 +78,11 @@ class Footprint:
     )
     passing: list[Passing] = field(default_factory=list[Passing])
 
+    @property
+    def replayed(self) -> int:
+        """The number of operators that replays run."""
+        return sum(len(replay.operations) for replay in self.replays)
+
     @cached_property
     def spikes(self) -> dict[int, int]:
         """The bytes of replays at a moment beyond all others in use there."""

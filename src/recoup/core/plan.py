@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from recoup.core.display import as_html
 from recoup.core.graph import BEFORE, Boundary, Graph
@@ -240,17 +241,14 @@ def plan_for_step(
     seconds: float = 0.0,
 ) -> Plan:
     """Return the segments of each pass of a measured step as a plan."""
-    made = [
-        plan_for(
-            each,
-            segments,
-            model=model,
-            budget_bytes=budget_bytes,
-            peak_bytes=peak_bytes,
-            seconds=seconds,
-        )
-        for each, segments in zip(graph.passes, plans, strict=True)
-    ]
+    plan_for_pass = partial(
+        plan_for,
+        model=model,
+        budget_bytes=budget_bytes,
+        peak_bytes=peak_bytes,
+        seconds=seconds,
+    )
+    made = [plan_for_pass(*each) for each in zip(graph.passes, plans, strict=True)]
     if len(made) == 1:
         return made[0]
     return replace(made[0], spans=(), passes=tuple(made), order=graph.order)

@@ -244,6 +244,7 @@ def add_up(graph: Graph, total: Footprint) -> Simulation:
     sizes, born, _ = graph.arrays
     until = spans.last[: len(sizes)]
     host_bytes = use.host_bytes([total])
+    host_costs = graph.host_costs
     return Simulation(
         bytes_at=tuple(with_spikes.tolist()),
         settled_at=tuple(settled.tolist()),
@@ -253,18 +254,11 @@ def add_up(graph: Graph, total: Footprint) -> Simulation:
         stall_seconds=stall_seconds(graph, host_bytes),
         step_seconds=graph.step_seconds,
         recording_seconds=total.recorded * graph.recording_seconds,
-        host_seconds=host_seconds(graph, total),
-        plain_host_seconds=graph.host_costs.plain_seconds if graph.host_costs else 0.0,
+        host_seconds=(
+            host_costs.seconds(total.recorded, total.replayed) if host_costs else 0.0
+        ),
+        plain_host_seconds=host_costs.plain_seconds if host_costs else 0.0,
     )
-
-
-def host_seconds(graph: Graph, total: Footprint) -> float:
-    """Return the host time to launch a step; 0 where the host is the device."""
-    host_costs = graph.host_costs
-    if host_costs is None:
-        return 0.0
-    replayed = sum(len(replay.operations) for replay in total.replays)
-    return host_costs.seconds(total.recorded, replayed)
 
 
 def stall_seconds(graph: Graph, host_bytes: int) -> float:

@@ -10,7 +10,7 @@ from recoup.core.segments import Action
 from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
-from recoup.integrations.first_step import FirstStep, Loop, fit_loop
+from recoup.integrations.first_step import FirstStep, fit_loop
 from recoup.train.budgeting.process_budget import UnitPlan
 
 
@@ -54,9 +54,11 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     """
     accumulates = accelerator.gradient_accumulation_steps > 1
     return fit_loop(
-        Loop(accelerator.backward, model, model),
+        accelerator.backward,
+        model,
         batch,
         FirstStep(budget, compile, allow, rerun=rerun),
+        inner=model,
         loss=loss,
         optimizer=optimizer,
         accumulate=accumulates if accumulate is None else accumulate,

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -229,29 +228,16 @@ class FirstStep:
         return found
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A user's own loop around a model that a framework has prepared.
-
-    Attributes:
-        backward: Runs backward from a loss.
-        model: The model as the loop calls it.
-        inner: The model in torch's own wrappers only.
-    """
-
-    backward: Callable[[Tensor], object]
-    model: nn.Module
-    inner: nn.Module
-
-
 _FITTED: WeakKeyDictionary[nn.Module, FirstStep] = WeakKeyDictionary()
 
 
-def fit_loop(
-    loop: Loop,
+def fit_loop(  # noqa: PLR0913 (as `fit`)
+    backward: Callable[[Tensor], object],
+    model: nn.Module,
     batch: Any,
     first: FirstStep,
     *,
+    inner: nn.Module,
     loss: Callable[..., Tensor] | None,
     optimizer: Optimizer | None,
     accumulate: bool,
@@ -260,27 +246,36 @@ def fit_loop(
 
     Another budget, compiler or set of actions fits it again.
 
+    Args:
+        backward: Runs backward from a loss.
+        model: The model as the loop calls it.
+        batch: As for `recoup.fit`.
+        first: The plan to be found.
+        inner: The model in torch's own wrappers only.
+        loss: As for `recoup.fit`.
+        optimizer: Memory is reserved for its state.
+        accumulate: Whether gradients of earlier batches exist when a step begins.
+
     Raises:
         InfeasibleError: No plan fits.
         UnsupportedError: The model was compiled, and `compile=` is not given.
         UsageError: The arguments do not describe a step.
     """
-    known = _FITTED.get(loop.inner)
+    known = _FITTED.get(inner)
     if known is not None and known.report is not None:
         if known.settings == first.settings:
             return known.report
         known.remove()
-    first.check_compiled(loop.model)
-    loss_of_a_call = loss_function(loop.model, batch, loss)
+    first.check_compiled(model)
+    loss_of_a_call = loss_function(model, batch, loss)
 
-    def run(model: nn.Module) -> None:
-        del model
+    def run(_: nn.Module) -> None:
         # A loop has a variable for its loss, which keeps the graph through backward.
         loss = loss_of_a_call()
-        loop.backward(loss)
+        backward(loss)
 
-    report = first.fit(loop.inner, run, optimizer=optimizer, accumulate=accumulate)
-    _FITTED[loop.inner] = first
+    report = first.fit(inner, run, optimizer=optimizer, accumulate=accumulate)
+    _FITTED[inner] = first
     return report
 
 

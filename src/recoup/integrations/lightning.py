@@ -19,7 +19,7 @@ from recoup.fitting.budgets import Budget
 from recoup.fitting.compiled_fit import CompiledFit
 from recoup.fitting.fit import Compile, Fit
 from recoup.fitting.largest_batch import LargestBatch
-from recoup.integrations.first_step import FirstStep, Loop, fit_loop
+from recoup.integrations.first_step import FirstStep, fit_loop
 from recoup.train.budgeting.process_budget import UnitPlan
 
 
@@ -196,9 +196,11 @@ def fit_once(  # noqa: PLR0913 (as `fit`)
     """
     inner = dict(model.named_children()).get("_forward_module", model)
     return fit_loop(
-        Loop(fabric.backward, model, inner),
+        fabric.backward,
+        model,
         batch,
         FirstStep(budget, compile, allow, rerun=rerun),
+        inner=inner,
         loss=loss,
         optimizer=optimizer,
         accumulate=accumulate,

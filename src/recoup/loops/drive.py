@@ -1,6 +1,5 @@
 """Drive: the plan of a loop, the slots of its states, and a backend that runs it."""
 
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import (
@@ -12,15 +11,14 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from recoup.errors import ClearedError, MismatchError, UsageError
+from recoup.errors import ClearedError, MismatchError
 from recoup.loops.state_digest import StateDigest
 from recoup.loops.state_trees import Structure, flatten, unflatten
 from recoup.loops.steps import Cotangents, LoopStep, require_cotangent
-from recoup.schedules.even import Even, StoreAll
 from recoup.schedules.online import Online
 from recoup.schedules.schedule import (
     Action,
@@ -38,8 +36,7 @@ class LoopPlan:
     """The plan of one loop: its schedule and its checks.
 
     Attributes:
-        schedule: The schedule of a loop of known length.
-        online: The schedule of a loop that ends by a condition.
+        schedule: The schedule; an `Online` one if the loop ends by a condition.
         condition: Returns whether another step is to run.
         most_steps: The maximum number of steps of a loop with a condition.
         shows_beginning: Whether the initial state is among the checkpoints.
@@ -48,8 +45,7 @@ class LoopPlan:
         stores: The tiers where states are held, for torch.
     """
 
-    schedule: Schedule | None = None
-    online: Online | None = None
+    schedule: Schedule | Online
     condition: Callable[[Any], Any] | None = None
     most_steps: int | None = None
     shows_beginning: bool = False
@@ -59,96 +55,47 @@ class LoopPlan:
 
     def actions(self, steps: int) -> Iterator[Action]:
         """Return the actions of the whole loop, given its length."""
-        if self.schedule is not None:
-            return self.schedule.actions()
-        assert self.online is not None, "one of the two is set"
-        return self.online.actions(steps)
+        if isinstance(self.schedule, Online):
+            return self.schedule.actions(steps)
+        return self.schedule.actions()
 
-
-def default_checkpoints(steps: int) -> int:
-    """Return Tangent's default number of checkpoints: the square root, rounded down.
-
-    Examples:
-        >>> [default_checkpoints(n) for n in (100, 500, 1000, 5000)]
-        [10, 22, 31, 70]
-    """
-    return math.isqrt(steps)
-
-
-def known_length(
-    steps: int, num_checkpoints: int | None, schedule: Schedule | None
-) -> tuple[Schedule, bool]:
-    """Return the schedule for a length, and whether it shows the initial state."""
-    if schedule is None:
-        wanted = num_checkpoints
-        count = default_checkpoints(steps) if wanted is None else wanted
-        if count < 0:
-            raise UsageError(
-                f"expected 0 or more checkpoints, got {count}; give 0 or more, or None "
-                "for the square root of the number of steps."
-            )
-        found = Even(steps, count) if count else StoreAll(steps)
-        return found, 0 < steps <= count
-    if num_checkpoints is not None:
-        raise UsageError(
-            "expected num_checkpoints or a schedule, got both; a schedule defines the "
-            "number of states, leave num_checkpoints out."
-        )
-    if schedule.steps != steps:
-        raise UsageError(
-            f"expected a schedule of {steps} steps, as the loop has, got one of "
-            f"{schedule.steps} steps."
-        )
-    return schedule, False
-
-
-def checked_verification(verify: str, tolerance: float | None) -> None:
-    """Raise `UsageError` unless both are valid."""
-    if verify not in ("first", "always", "off"):
-        raise UsageError(f'expected verify="first", "always" or "off", got {verify!r}.')
-    if tolerance is not None and not tolerance >= 0:
-        raise UsageError(
-            f"expected tolerance= 0 or more, or None for equal bits, got {tolerance!r}."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class KeptState:
-    """A state in a slot: the step that follows it, and the backend's copy."""
-
-    step: int
-    held: Any
-    owned: bool = True
-
-    def drop(self) -> None:
-        """Drop it from its tier, if these slots put it there."""
-        if self.owned and hasattr(self.held, "drop"):
-            self.held.drop()
+    def goes_on(self, state: Any, steps: int) -> bool:
+        """Return whether a loop with a condition goes on after some steps."""
+        assert self.condition is not None, "an online schedule comes with one"
+        return steps != self.most_steps and bool(self.condition(state))
 
 
 class Slots:
-    """The states that a schedule holds now, by slot."""
+    """The states that a schedule holds now, by slot.
 
-    def __init__(self, kept: Mapping[int, KeptState] | None = None) -> None:
-        self._kept: dict[int, KeptState] = dict(kept or {})
+    Args:
+        kept: States of other slots, which drop them: the step after each, and a handle.
+    """
+
+    def __init__(self, kept: Mapping[int, tuple[int, Any]] | None = None) -> None:
+        self._kept = dict(kept or {})
+        self._borrowed = set(self._kept)
 
     def put(self, slot: int, step: int, held: Any) -> None:
         """Keep a state."""
-        self._kept[slot] = KeptState(step, held)
+        self._kept[slot] = step, held
+        self._borrowed.discard(slot)
 
     def get(self, slot: int) -> Any:
         """Return the state in a slot."""
-        return self._kept[slot].held
+        return self._kept[slot][1]
 
     def prefetch(self, slot: int) -> None:
         """Start to fetch a state from its tier, if that takes time."""
-        kept = self._kept.get(slot)
-        if kept is not None and hasattr(kept.held, "prefetch"):
-            kept.held.prefetch()
+        _, held = self._kept.get(slot, (0, None))
+        if hasattr(held, "prefetch"):
+            held.prefetch()
 
     def free(self, slot: int) -> None:
-        """Drop a state."""
-        self._kept.pop(slot).drop()
+        """Drop a state, also from its tier."""
+        _, held = self._kept.pop(slot)
+        if slot not in self._borrowed and hasattr(held, "drop"):
+            held.drop()
 
     def clear(self) -> None:
         """Drop all states."""
@@ -157,15 +104,11 @@ class Slots:
 
     def copy(self) -> "Slots":
         """Return slots with the same states, which these slots still own."""
-        return Slots({slot: replace(k, owned=False) for slot, k in self._kept.items()})
+        return Slots(self._kept)
 
     def by_step(self) -> dict[int, Any]:
         """Return the held states by the step that follows each, in order."""
-        found = {kept.step: kept.held for kept in self._kept.values()}
-        return dict(sorted(found.items()))
-
-    def __len__(self) -> int:
-        return len(self._kept)
+        return dict(sorted(dict(self._kept.values()).items()))
 
 
 class Checkpoints(Mapping[int, Any]):
@@ -358,15 +301,10 @@ class LoopRun:
     def run_forward(self, state: Any, *, taped: bool) -> Any:
         """Run all steps; with `taped`, the last ones with a tape that is kept."""
         machine, schedule = self.machine, self._plan.schedule
-        machine.expected_steps = None if schedule is None else schedule.steps
         self._is_fresh = True
-        if schedule is None:
-            state, self.steps, self._make_rest = run_to_condition(
-                self._plan, machine, self.slots, state
-            )
-            self._rest = self._make_rest()
-            return state
-        self.steps = schedule.steps
+        if isinstance(schedule, Online):
+            return self._run_to_condition(schedule, state)
+        machine.expected_steps = self.steps = schedule.steps
         state = self._reach_first_reverse(schedule.actions, state)
         if self._pending is None:
             return state
@@ -376,16 +314,36 @@ class LoopRun:
         self._last = machine.tape(machine.take(held), reverse.start, reverse.stop)
         return machine.after(self._last)
 
+    def _run_to_condition(self, schedule: Online, state: Any) -> Any:
+        placement = schedule.begin()
+        while self._plan.goes_on(state, self.steps):
+            state, _ = self._forward(placement.reach(self.steps), state)
+            state = self.machine.advance(state, self.steps, self.steps + 1)
+            self.steps += 1
+        self._make_rest = partial(placement.reversal, self.steps)
+        self._rest = self._make_rest()
+        return state
+
     def _reach_first_reverse(
         self, actions: Callable[[], Iterator[Action]], state: Any
     ) -> Any:
-        machine, self._pending = self.machine, None
         self._make_rest = partial(after_first_reverse, actions)
-        self._rest = rest = actions()
-        state, reverse = forward(rest, machine, self.slots, state)
+        self._rest = actions()
+        state, reverse = self._forward(self._rest, state)
+        self._pending = None
         if reverse is not None:
-            self._pending = (machine.hold(state, 0, 0), reverse)
+            self._pending = (self.machine.hold(state, 0, 0), reverse)
         return state
+
+    def _forward(
+        self, actions: Iterator[Action], state: Any
+    ) -> tuple[Any, Reverse | None]:
+        """Execute all actions up to the first reverse; return the state and that."""
+        for action in actions:
+            if isinstance(action, Reverse):
+                return state, action
+            state = _do(action, self.machine, self.slots, state)
+        return state, None
 
     def run_backward(self, initial: Callable[[], Any]) -> Cotangents:
         """Carry out the rest of the schedule; return the gradients.
@@ -455,68 +413,17 @@ class LoopRun:
                 self._pending = None
             machine.reverse(machine.take(held), reverse.start, reverse.stop)
             del held
-        ahead = bool(self._plan.stores)
-        backward(rest, machine, slots, ahead=ahead)
-
-
-def forward(
-    actions: Iterator[Action], machine: LoopMachine, slots: Slots, state: Any
-) -> tuple[Any, Reverse | None]:
-    """Execute all actions up to the first reverse, which is left to the caller.
-
-    Returns:
-        The state before that reverse, and the reverse; None for a loop without steps.
-    """
-    for action in actions:
-        if isinstance(action, Reverse):
-            return state, action
-        state = _do(action, machine, slots, state)
-    return state, None
-
-
-def backward(
-    actions: Iterable[Action],
-    machine: LoopMachine,
-    slots: Slots,
-    *,
-    ahead: bool = False,
-) -> None:
-    """Execute the remaining actions.
-
-    With `ahead`, the next state is fetched from its tier while steps are reversed.
-    """
-    state = None
-    for action in _prefetching(actions, slots) if ahead else actions:
-        state = _do(action, machine, slots, state)
+        state = None
+        # A state in a tier is fetched while steps are reversed.
+        for action in _prefetching(rest, slots) if self._plan.stores else rest:
+            state = _do(action, machine, slots, state)
 
 
 def after_first_reverse(make: Callable[[], Iterator[Action]]) -> Iterator[Action]:
-    """Return the actions after the first reverse, which `forward` leaves out."""
+    """Return the actions after the first reverse, which forward leaves out."""
     actions = make()
-    for action in actions:
-        if isinstance(action, Reverse):
-            break
+    next((action for action in actions if isinstance(action, Reverse)), None)
     return actions
-
-
-def run_to_condition(
-    plan: LoopPlan, machine: LoopMachine, slots: Slots, state: Any
-) -> tuple[Any, int, Callable[[], Iterator[Action]]]:
-    """Run a loop of unknown length.
-
-    Returns:
-        The final state, the number of steps, and a function that returns backward's
-        actions.
-    """
-    assert plan.online is not None, "no schedule, so an online one"
-    assert plan.condition is not None, "an online schedule needs it"
-    placement = plan.online.begin()
-    index = 0
-    while index != plan.most_steps and bool(plan.condition(state)):
-        state, _ = forward(placement.reach(index), machine, slots, state)
-        state = machine.advance(state, index, index + 1)
-        index += 1
-    return state, index, partial(placement.reversal, index)
 
 
 def _prefetching(actions: Iterable[Action], slots: Slots) -> Iterator[Action]:

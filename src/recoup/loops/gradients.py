@@ -4,27 +4,18 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recoup.errors import UnsupportedError, UsageError
-from recoup.loops.rewriting.runtime import LoopOptions, Runtime, warn_about
-from recoup.loops.rewriting.source import FoundLoop, Rewritten, rewrite
+from recoup.loops.rewriting.runtime import LoopOptions, Runtime
+from recoup.loops.rewriting.source import Rewritten, rewrite
 from recoup.loops.state_trees import flatten, unflatten
 
 Checkpoint = bool | int | Mapping[str, Any]
-
-_OPTIONS = (
-    "enabled",
-    "strategy",
-    "num_checkpoints",
-    "memory_budget",
-    "min_loop_size",
-    "on_unsupported",
-)
-_STRATEGIES = ("auto", "revolve", "dynamic", "none")
 
 
 def grad(
@@ -74,14 +65,15 @@ def grad(
         >>> [round(float(g), 4) for g in derivative(x, w)]
         [0.1958, -0.277]
     """
-    options, on_unsupported, enabled = _read(fn, checkpoint)
+    options = _options(fn, checkpoint)
     places = (wrt,) if isinstance(wrt, int) else tuple(wrt)
     if not places:
         raise UsageError("expected at least one argument in wrt=, got none.")
     function, source = fn, None
-    if enabled:
-        rewritten = rewrite(fn, Runtime(options))
-        _report(fn, rewritten, on_unsupported)
+    if options.enabled:
+        runtime = Runtime(options)
+        rewritten = rewrite(fn, runtime)
+        _report(options.name, rewritten, runtime)
         function, source = rewritten.function, rewritten.source
 
     @functools.wraps(fn)
@@ -129,64 +121,36 @@ def example(x: Any, w: Any) -> Any:
     return x
 
 
-def _read(
-    fn: Callable[..., Any], checkpoint: Checkpoint
-) -> tuple[LoopOptions, str, bool]:
+def _options(fn: Callable[..., Any], checkpoint: Checkpoint) -> LoopOptions:
     name = getattr(fn, "__qualname__", type(fn).__name__)
     if isinstance(checkpoint, bool):
-        return LoopOptions(name=name), "warn", checkpoint
+        return LoopOptions(name, enabled=checkpoint)
     if isinstance(checkpoint, int):
-        checkpoint = {"num_checkpoints": checkpoint}
+        return LoopOptions(name, num_checkpoints=checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise UsageError(
             f"expected True, False, a number or a mapping for checkpoint=, got "
             f"{checkpoint!r}."
         )
-    unknown = sorted(set(checkpoint) - set(_OPTIONS))
+    known = [field.name for field in fields(LoopOptions) if field.name != "name"]
+    unknown = sorted(set(checkpoint) - set(known))
     if unknown:
         raise UsageError(
-            f"expected an option of checkpoint= among {', '.join(_OPTIONS)}, got "
+            f"expected an option of checkpoint= among {', '.join(known)}, got "
             f"{unknown[0]!r}."
         )
-    given = dict(checkpoint)
-    enabled = bool(given.pop("enabled", True))
-    on_unsupported = given.pop("on_unsupported", "warn")
-    if on_unsupported not in ("warn", "raise"):
-        raise UsageError(
-            f'expected on_unsupported="warn" or "raise", got {on_unsupported!r}.'
-        )
-    if given.get("strategy", "auto") not in _STRATEGIES:
-        raise UsageError(
-            f"expected strategy to be one of {', '.join(_STRATEGIES)}, got "
-            f"{given['strategy']!r}."
-        )
-    if given.get("memory_budget") is not None and given.get("num_checkpoints"):
-        raise UsageError(
-            "expected memory_budget or num_checkpoints, got both; leave one out."
-        )
-    raises = on_unsupported == "raise"
-    return LoopOptions(name=name, raises=raises, **given), on_unsupported, enabled
+    return LoopOptions(name, **checkpoint)
 
 
-def _report(fn: Callable[..., Any], rewritten: Rewritten, on_unsupported: str) -> None:
-    name = getattr(fn, "__qualname__", "function")
-    if not rewritten.loops and not rewritten.left:
-        _complain(f"{name!r} has no loop to checkpoint.", on_unsupported)
-    for loop in rewritten.left:
-        _complain(_reason(name, loop), on_unsupported)
-
-
-def _reason(name: str, loop: FoundLoop) -> str:
-    return (
-        f"the loop at line {loop.line} of {name!r} is not checkpointed and runs plain: "
-        f"{loop.fault}. Change it, or call checkpointed_loop."
-    )
-
-
-def _complain(message: str, on_unsupported: str) -> None:
-    if on_unsupported == "raise":
-        raise UnsupportedError(message)
-    warn_about(message)
+def _report(name: str, rewritten: Rewritten, runtime: Runtime) -> None:
+    if not rewritten.loops:
+        runtime.refuse(f"{name!r} has no loop to checkpoint.")
+    for loop in rewritten.loops:
+        if loop.fault is not None:
+            runtime.refuse(
+                f"the loop at line {loop.line} of {name!r} is not checkpointed and "
+                f"runs plain: {loop.fault}. Change it, or call checkpointed_loop."
+            )
 
 
 def _check_places(

@@ -1,9 +1,10 @@
 """The checkpointed loop: one function for torch tensors, NumPy and JAX arrays."""
 
+import importlib
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +13,10 @@ from recoup.backend.state.walk import reach
 from recoup.core.units import parse_bytes
 from recoup.engine.tiers.protocol import Tier
 from recoup.errors import UsageError
-from recoup.loops.drive import Checkpoints, LoopPlan, checked_verification, known_length
+from recoup.loops.drive import Checkpoints, LoopPlan
 from recoup.loops.state_trees import flatten
 from recoup.loops.steps import Feed, Listed, LoopStep, Stacked
-from recoup.loops.torch.run import fit_torch_budget, run_torch
+from recoup.schedules.even import Even, StoreAll
 from recoup.schedules.online import Online
 from recoup.schedules.schedule import Schedule
 
@@ -101,7 +102,7 @@ def checkpointed_loop(  # noqa: PLR0913 (independent options)
         >>> weight.grad.shape, len(checkpoints)  # freed as they were used
         (torch.Size([3, 3]), 0)
     """
-    checked_verification(verify, tolerance)
+    _check_verification(verify, tolerance)
     seq_length = _whole("seq_length", seq_length)
     num_checkpoints = _whole("num_checkpoints", num_checkpoints)
     leaves, _ = flatten(initial_state)
@@ -109,6 +110,8 @@ def checkpointed_loop(  # noqa: PLR0913 (independent options)
     steps = _steps(seq_length, feed, condition)
     step = LoopStep(func, feed, with_index, with_outputs)
     kind = _kind_of(leaves, step)
+    # Imported when needed: NumPy's autograd and JAX are optional packages.
+    backend = importlib.import_module(f"recoup.loops.{kind}.loop")
     if budget is not None:
         if schedule is not None or num_checkpoints is not None:
             raise UsageError(
@@ -121,12 +124,22 @@ def checkpointed_loop(  # noqa: PLR0913 (independent options)
                 "num_checkpoints, or Online(slots=...)."
             )
         budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
-        schedule = _fitted(
-            kind, step, initial_state, steps, budget_bytes, captures, vjp
+        schedule = backend.fit_schedule(
+            step, initial_state, steps, budget_bytes, captures, vjp
         )
-    plan = _plan(steps, num_checkpoints, schedule, condition, verify, tolerance)
-    plan = replace(plan, stores=_stores(store, kind))
-    final, outputs, checkpoints = _run(kind, step, initial_state, plan, captures, vjp)
+    schedule, shows_beginning = _schedule(steps, num_checkpoints, schedule, condition)
+    plan = LoopPlan(
+        schedule,
+        condition=condition,
+        most_steps=steps,
+        shows_beginning=shows_beginning,
+        verify=verify,
+        tolerance=tolerance,
+        stores=_stores(store, kind),
+    )
+    final, outputs, checkpoints = backend.run_loop(
+        step, initial_state, plan, captures, vjp
+    )
     return ((final, outputs) if with_outputs else final), checkpoints
 
 
@@ -149,47 +162,56 @@ def _stores(store: Tier | Sequence[Tier] | None, kind: str) -> tuple[Tier, ...]:
     return (store,) if isinstance(store, Tier) else tuple(store)
 
 
-def _plan(
+def _check_verification(verify: str, tolerance: float | None) -> None:
+    if verify not in ("first", "always", "off"):
+        raise UsageError(f'expected verify="first", "always" or "off", got {verify!r}.')
+    if tolerance is not None and not tolerance >= 0:
+        raise UsageError(
+            f"expected tolerance= 0 or more, or None for equal bits, got {tolerance!r}."
+        )
+
+
+def _schedule(
     steps: int | None,
     num_checkpoints: int | None,
     schedule: Schedule | Online | None,
     condition: Callable[[Any], Any] | None,
-    verify: str,
-    tolerance: float | None,
-) -> LoopPlan:
-    if condition is None:
-        if isinstance(schedule, Online):
-            raise UsageError(
-                f"expected a schedule for {steps} steps, got an Online schedule, which "
-                "is for loops of unknown length; use Revolve or Chunked, or give a "
-                "condition."
-            )
+) -> tuple[Schedule | Online, bool]:
+    """Return the schedule, and whether it shows the initial state."""
+    if schedule is None:
+        if condition is not None:
+            wanted = 31 if num_checkpoints is None else num_checkpoints
+            return Online(slots=wanted + 1), False
         assert steps is not None, "checked with the arguments"
-        known, shows_beginning = known_length(steps, num_checkpoints, schedule)
-        return LoopPlan(
-            schedule=known,
-            shows_beginning=shows_beginning,
-            verify=verify,
-            tolerance=tolerance,
+        count = math.isqrt(steps) if num_checkpoints is None else num_checkpoints
+        if count < 0:
+            raise UsageError(
+                f"expected 0 or more checkpoints, got {count}; give 0 or more, or None "
+                "for the square root of the number of steps."
+            )
+        return Even(steps, count) if count else StoreAll(steps), 0 < steps <= count
+    if condition is None and isinstance(schedule, Online):
+        raise UsageError(
+            f"expected a schedule for {steps} steps, got an Online schedule, which "
+            "is for loops of unknown length; use Revolve or Chunked, or give a "
+            "condition."
         )
-    if schedule is not None and not isinstance(schedule, Online):
+    if condition is not None and not isinstance(schedule, Online):
         raise UsageError(
             f"expected Online(slots=...) or num_checkpoints for a loop with a "
             f"condition, whose length is not known, got {schedule!r}."
         )
-    if schedule is not None and num_checkpoints is not None:
+    if num_checkpoints is not None:
         raise UsageError(
-            "expected num_checkpoints or a schedule, got both; leave one out."
+            "expected num_checkpoints or a schedule, got both; a schedule defines the "
+            "number of states, leave num_checkpoints out."
         )
-    wanted = 31 if num_checkpoints is None else num_checkpoints
-    online = schedule if schedule is not None else Online(slots=wanted + 1)
-    return LoopPlan(
-        online=online,
-        condition=condition,
-        most_steps=steps,
-        verify=verify,
-        tolerance=tolerance,
-    )
+    if not isinstance(schedule, Online) and schedule.steps != steps:
+        raise UsageError(
+            f"expected a schedule of {steps} steps, as the loop has, got one of "
+            f"{schedule.steps} steps."
+        )
+    return schedule, False
 
 
 def _feed(inputs: Any) -> Feed | None:
@@ -235,42 +257,3 @@ def _kind_of(leaves: list[Any], step: LoopStep) -> str:
     ):
         return "jax"
     return "numpy"
-
-
-def _fitted(
-    kind: str, step: LoopStep, state: Any, steps: int, budget_bytes: int, *further: Any
-) -> Schedule:
-    """Return the schedule for a budget; NumPy and JAX are optional packages."""
-    if kind == "torch":
-        return fit_torch_budget(step, state, steps, budget_bytes, further[0])
-    if kind == "numpy":
-        from recoup.loops.numpy.loop import fit_numpy_budget
-
-        return fit_numpy_budget(step, state, steps, budget_bytes, *further)
-    from recoup.loops.jax.loop import fit_jax_budget
-
-    return fit_jax_budget(step, state, steps, budget_bytes)
-
-
-def _run(
-    kind: str,
-    step: LoopStep,
-    state: Any,
-    plan: LoopPlan,
-    captures: Sequence[Any],
-    vjp: Any,
-) -> tuple[Any, Any, Checkpoints]:
-    if kind == "numpy":
-        from recoup.loops.numpy.loop import run_numpy
-
-        return run_numpy(step, state, plan, captures, vjp)
-    if kind == "jax":
-        from recoup.loops.jax.loop import run_jax
-
-        return run_jax(step, state, plan, captures, vjp)
-    if vjp is not None:
-        raise UsageError(
-            "expected vjp= with plain NumPy functions only, got torch tensors, which "
-            "torch differentiates by itself; leave it out."
-        )
-    return run_torch(step, state, plan, captures)

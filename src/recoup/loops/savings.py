@@ -1,6 +1,7 @@
 """Savings: Tangent's figures for a loop, and actual states held and recomputed."""
 
-from recoup.loops.drive import default_checkpoints
+import math
+
 from recoup.schedules.even import Even, StoreAll, compute_checkpoint_positions
 
 
@@ -44,8 +45,9 @@ def get_memory_savings(
         >>> stats["peak_with_checkpointing"], stats["extra_forward_steps"]
         (64, 968)
     """
-    wanted = default_checkpoints(max(seq_length, 0))
-    wanted = wanted if num_checkpoints is None else num_checkpoints
+    wanted = num_checkpoints
+    if wanted is None:
+        wanted = math.isqrt(max(seq_length, 0))
     held = len(compute_checkpoint_positions(seq_length, wanted))
     schedule = Even(seq_length, wanted) if held else StoreAll(seq_length)
     counts = schedule.counts()

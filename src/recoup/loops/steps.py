@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from recoup.errors import UsageError
@@ -28,8 +29,9 @@ class Stacked:
 
     def with_leaves(self, leaves: dict[int, Any]) -> "Stacked":
         """Return a feed with some leaves replaced."""
-        changed = [leaves.get(p, leaf) for p, leaf in enumerate(self.leaves)]
-        return Stacked(unflatten(self._structure, changed))
+        changed = copy(self)
+        changed.leaves = [leaves.get(p, leaf) for p, leaf in enumerate(self.leaves)]
+        return changed
 
     def at(self, index: int) -> Any:
         """Return the input of one step."""
@@ -53,16 +55,11 @@ class Listed:
     """One input for every step, each a separate tree."""
 
     def __init__(self, trees: Sequence[Any]) -> None:
-        self.leaves: list[Any] = []
-        self.length = len(trees)
-        self._structures: list[Structure] = []
-        self._starts: list[int] = []
-        for tree in trees:
-            leaves, structure = flatten(tree)
-            self._starts.append(len(self.leaves))
-            self._structures.append(structure)
-            self.leaves.extend(leaves)
-        self._starts.append(len(self.leaves))
+        flat = [flatten(tree) for tree in trees]
+        self.length = len(flat)
+        self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
+        self._structures = [structure for _, structure in flat]
+        self._starts = [0, *accumulate(len(leaves) for leaves, _ in flat)]
 
     def with_leaves(self, leaves: dict[int, Any]) -> "Listed":
         """Return a feed with some leaves replaced."""
@@ -198,6 +195,59 @@ class LoopStep:
         return state
 
 
+Place = tuple[int, int | None]
+"""A leaf of the feed, and its row there for one step; None: the whole leaf."""
+
+
+@dataclass(slots=True)
+class Tape:
+    """Steps that ran with a graph, or traced.
+
+    Attributes:
+        start: The first step.
+        stop: The step after the last.
+        before: The leaves of the state before, on the tape if they have derivatives.
+        after: The leaves of the state after.
+        structure: The structure of the state after.
+        given: The leaves of the inputs that are on the tape, and their places.
+        outputs: For each step, the leaves of its output; empty without outputs.
+        output_structure: The structure of one output.
+    """
+
+    start: int
+    stop: int
+    before: list[Any]
+    after: list[Any] = field(default_factory=list)
+    structure: Structure = None
+    given: list[tuple[Any, Place]] = field(default_factory=list)
+    outputs: list[list[Any]] = field(default_factory=list)
+    output_structure: Structure = None
+
+    def run(
+        self, step: LoopStep, state: Any, watch: Callable[[Any, Place], Any]
+    ) -> None:
+        """Run the steps; `watch` returns the leaf of an input as it is on the tape."""
+        if step.feed is None and not step.with_outputs:
+            state = step.advance(state, self.start, self.stop)
+            self.after, self.structure = flatten(state)
+            return
+        for index in range(self.start, self.stop):
+            given = None
+            if step.feed is not None:
+                parts, places = step.feed.parts(index), step.feed.places(index)
+                watched = list(map(watch, parts, places))
+                found = zip(parts, watched, places, strict=True)
+                self.given += [
+                    (leaf, place) for part, leaf, place in found if leaf is not part
+                ]
+                given = step.feed.tree(index, watched)
+            state, output = step.run_on(state, index, given)
+            if step.with_outputs:
+                leaves, self.output_structure = flatten(output)
+                self.outputs.append(leaves)
+        self.after, self.structure = flatten(state)
+
+
 @dataclass(slots=True)
 class Cotangents:
     """The gradients that backward has found so far; None where it has not.
@@ -215,7 +265,7 @@ class Cotangents:
     outputs: Sequence[Any] = ()
 
     def add_input(
-        self, place: tuple[int, int | None], gradient: Any, zeros: Callable[[int], Any]
+        self, place: Place, gradient: Any, zeros: Callable[[int], Any]
     ) -> None:
         """Add the gradient of a step's input; `zeros` makes that of a whole leaf."""
         leaf, row = place

@@ -1,7 +1,5 @@
 """Advice: where a checkpoint saves most memory for the least recomputation."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,8 +89,16 @@ def suggest(model: nn.Module, *args: Any, **kwargs: Any) -> Advice:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a model, got {type(model).__name__}.")
-    watcher = _Watcher()
-    with _in_regions(blocks_of(model)), _watched_by(watcher):
+    watcher, blocks = _Watcher(), blocks_of(model)
+
+    def take_off() -> None:
+        for block in blocks.values():
+            uncheckpoint_module(block)
+
+    with restoring(take_off), restoring(partial(unsubscribe, watcher)):
+        for name, block in blocks.items():
+            checkpoint_module(block, name=name, verify="off")
+        subscribe(watcher)
         outputs = model(*args, **kwargs)
     if not watcher.found:
         raise UsageError(
@@ -149,23 +155,3 @@ class _Watcher:
             kept_bytes=held.total_bytes + region.random_bytes(),
             replay_flops=counter.get_total_flops(),
         )
-
-
-@contextmanager
-def _in_regions(blocks: dict[str, nn.Module]) -> Iterator[None]:
-
-    def take_off() -> None:
-        for block in blocks.values():
-            uncheckpoint_module(block)
-
-    with restoring(take_off):
-        for name, block in blocks.items():
-            checkpoint_module(block, name=name, verify="off")
-        yield
-
-
-@contextmanager
-def _watched_by(watcher: _Watcher) -> Iterator[None]:
-    with restoring(partial(unsubscribe, watcher)):
-        subscribe(watcher)
-        yield

@@ -10,8 +10,8 @@ from recoup.errors import UnsupportedError, UsageError
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
 """The number format of mixed precision; `auto` depends on the hardware."""
 
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in FORMATS.items()}
 
 
 def resolve_precision(
@@ -42,7 +42,7 @@ def resolve_precision(
             f"expected a device with autocast for mixed precision, but torch has no "
             f"autocast on {kind!r}; use precision='fp32' there."
         )
-    return _by_hardware(kind) if name == "auto" else _TYPES[name]
+    return _by_hardware(kind) if name == "auto" else FORMATS[name]
 
 
 def check_precision(precision: str | torch.dtype) -> str:

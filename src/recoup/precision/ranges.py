@@ -11,9 +11,8 @@ from torch.utils.module_tracker import ModuleTracker
 from recoup.backend.operators.dispatch import OperatorMode
 from recoup.backend.state.trees import tensors
 from recoup.errors import UsageError
-from recoup.precision.mixed_precision import check_precision
+from recoup.precision.mixed_precision import FORMATS, check_precision
 
-_FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _EVERYWHERE = "Global"
 
 
@@ -106,11 +105,11 @@ class RangeMonitor(OperatorMode):
     def __init__(self, precision: str | torch.dtype = "fp16") -> None:
         super().__init__()
         self._name = check_precision(precision)
-        if self._name not in _FORMATS:
+        if self._name not in FORMATS:
             raise UsageError(
                 f"expected one format, fp16, bf16 or fp32, got {precision!r}."
             )
-        self._format = _FORMATS[self._name]
+        self._format = FORMATS[self._name]
         self._tracker = ModuleTracker()
         self._found: dict[tuple[str, str, bool], list[Tensor]] = {}
         self._elements: dict[tuple[str, str, bool], int] = {}

@@ -417,9 +417,7 @@ class GradientScaler(OpenScaler):
         self._outcomes.clear()
         scale = min(max(float(state_dict["scale"]), self._min_scale), self._max_scale)
         self.set_scale(scale)
-        self._known = KnownScale(
-            ctypes.c_float(scale).value, int(state_dict["_growth_tracker"])
-        )
+        self._known = KnownScale(_rounded(scale), int(state_dict["_growth_tracker"]))
 
     def load_progress(self, state_dict: dict[str, Any]) -> None:
         """Load scale and counts of a state of this class; settings stay unchanged.
@@ -453,7 +451,7 @@ class GradientScaler(OpenScaler):
     ) -> None:
         """Track the scale of the device on the host, as long as possible."""
         if isinstance(new_scale, float):
-            self._known = KnownScale(ctypes.c_float(new_scale).value)
+            self._known = KnownScale(_rounded(new_scale))
         elif new_scale is not None or isinstance(overflowed, Tensor):
             self._known = None
         elif self._known is not None:
@@ -469,7 +467,7 @@ class GradientScaler(OpenScaler):
         if known is not None:
             if least <= known.scale <= largest:
                 return
-            known.scale = ctypes.c_float(min(max(known.scale, least), largest)).value
+            known.scale = _rounded(min(max(known.scale, least), largest))
         assert self.scale_tensor is not None, "made by the first scale()"
         self.scale_tensor.clamp_(least, largest)
 

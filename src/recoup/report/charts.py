@@ -1,6 +1,6 @@
 """Charts: the memory of a step over time, and time versus memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from recoup.core.units import print_bytes, print_seconds
@@ -35,30 +35,21 @@ def timeline_chart(
     top_bytes = max(found.peak_bytes, budget_bytes, most_bytes, 1) * 1.05
     up = Scale(0, top_bytes, _FLOOR, _TOP)
     along = Scale(0, max(len(found.moments), 1), _LEFT, _EDGE)
-    return Picture(
-        (
-            *_byte_lines(up, top_bytes),
-            *_bands(found.layers, along, up),
-            *_phases(found, along),
-            *_budget([(_LEFT, up.at(budget_bytes)), (_EDGE, up.at(budget_bytes))])
-            * bool(budget_bytes),
-            *[
-                Words(
-                    f"budget {print_bytes(budget_bytes)}",
-                    _EDGE - 4,
-                    up.at(budget_bytes) - 5,
-                    "end",
-                    "accent",
-                )
-            ]
-            * bool(budget_bytes),
-            *_peak(found, along, up),
-        ),
-        _WIDTH,
-        _HEIGHT,
+    shapes: list[Shape] = [
+        *_levels(up, lambda amount: print_bytes(int(amount)), base=2),
+        *_bands(found.layers, along, up),
+        *_phases(found, along),
+    ]
+    if budget_bytes:
+        y, words = up.at(budget_bytes), f"budget {print_bytes(budget_bytes)}"
+        shapes.append(_budget((_LEFT, y), (_EDGE, y)))
+        shapes.append(Words(words, _EDGE - 4, y - 5, "end", "accent"))
+    shapes += _peak(found, along, up)
+    label = (
         f"Memory over one step: the peak is {print_bytes(found.peak_bytes)}, "
-        f"{found.peak_place}",
+        f"{found.peak_place}"
     )
+    return Picture(tuple(shapes), _WIDTH, _HEIGHT, label)
 
 
 def frontier_chart(findings: Findings) -> Picture:
@@ -77,12 +68,12 @@ def frontier_chart(findings: Findings) -> Picture:
     places = [(along.at(b), up.at(s)) for b, s in frontier_steps(findings)]
     budget = along.at(findings.budget_bytes)
     shapes: list[Shape] = [
-        *_second_lines(up),
+        *_levels(up, print_seconds),
         *_byte_marks(along),
         Line([*places, (_EDGE, places[-1][1])], "held", 2),
     ]
     if findings.budget_bytes:
-        shapes += _budget([(budget, _TOP), (budget, _FLOOR)])
+        shapes.append(_budget((budget, _TOP), (budget, _FLOOR)))
         shapes.append(Words("budget", budget, _TOP - 8, "middle", "accent"))
     for rule in joined(findings.baselines):
         shapes += _baseline(rule, along, up)
@@ -176,12 +167,13 @@ def _steps(
     return corners
 
 
-def _byte_lines(up: Scale, top_bytes: float) -> list[Shape]:
+def _levels(up: Scale, words: Callable[[float], str], *, base: int = 10) -> list[Shape]:
     drawn: list[Shape] = []
-    for amount in ticks(0, top_bytes, base=2):
-        y = up.at(amount)
-        drawn.append(Line([(_LEFT, y), (_EDGE, y)], "line"))
-        drawn.append(Words(print_bytes(int(amount)), _LEFT - 8, y + 4, "end"))
+    for amount in ticks(up.low, up.high, base=base):
+        if amount >= 0:
+            y = up.at(amount)
+            drawn.append(Line([(_LEFT, y), (_EDGE, y)], "line"))
+            drawn.append(Words(words(amount), _LEFT - 8, y + 4, "end"))
     return drawn
 
 
@@ -192,16 +184,6 @@ def _byte_marks(along: Scale) -> list[Shape]:
             x = along.at(amount)
             drawn.append(Line([(x, _FLOOR), (x, _FLOOR + 5)], "quiet"))
             drawn.append(Words(print_bytes(int(amount)), x, _HEIGHT - 14, "middle"))
-    return drawn
-
-
-def _second_lines(up: Scale) -> list[Shape]:
-    drawn: list[Shape] = []
-    for seconds in ticks(up.low, up.high):
-        if seconds >= 0:
-            y = up.at(seconds)
-            drawn.append(Line([(_LEFT, y), (_EDGE, y)], "line"))
-            drawn.append(Words(print_seconds(seconds), _LEFT - 8, y + 4, "end"))
     return drawn
 
 
@@ -216,8 +198,8 @@ def _phases(found: Timeline, along: Scale) -> list[Shape]:
     return drawn
 
 
-def _budget(points: Sequence[tuple[float, float]]) -> list[Line]:
-    return [Line(points, "accent", dashes=(6, 4))]
+def _budget(start: tuple[float, float], end: tuple[float, float]) -> Line:
+    return Line([start, end], "accent", dashes=(6, 4))
 
 
 def _peak(found: Timeline, along: Scale, up: Scale) -> list[Shape]:

@@ -3,12 +3,12 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 
 from recoup.core.graph import Boundary, Graph
 from recoup.planners.baselines import blocks_of
-from recoup.report.findings import BlockRow, Part, PartCost, PlanView, Step
+from recoup.report.findings import BlockRow, PlanView, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +73,29 @@ def block_rows(
 
     With `merge`, neighbours with the same action and saved bytes share a row.
     """
-    rows: list[BlockRow] = []
     pairs = zip(step.parts, view.costs, strict=True)
-    for name, group in groupby(pairs, key=lambda pair: pair[0].block):
-        rows.append(_row(name, list(group)))
+    parts = [
+        BlockRow(part.block, *astuple(part)[2:], *astuple(cost)) for part, cost in pairs
+    ]
+    named = groupby(parts, key=lambda part: part.name)
+    rows = tuple(_sum(name, list(group)) for name, group in named)
     if not merge:
-        return tuple(rows)
+        return rows
     groups = groupby(rows, key=lambda row: (row.action, row.saved_bytes))
     return tuple(_joined(list(group)) for _, group in groups)
 
 
-def _row(name: str, pairs: Sequence[tuple[Part, PartCost]]) -> BlockRow:
-    return BlockRow(
-        name,
-        sum(part.operators for part, _ in pairs),
-        sum(part.seconds for part, _ in pairs),
-        sum(part.saved_bytes for part, _ in pairs),
-        sum(cost.kept_bytes for _, cost in pairs),
-        sum(cost.offloaded_bytes for _, cost in pairs),
-        sum(cost.replay_seconds for _, cost in pairs),
-    )
+def _sum(name: str, rows: Sequence[BlockRow]) -> BlockRow:
+    """Return rows added up, under a name."""
+    numbers = (astuple(row)[1:] for row in rows)
+    return BlockRow(name, *map(sum, zip(*numbers, strict=True)))
 
 
 def _joined(rows: Sequence[BlockRow]) -> BlockRow:
     if len(rows) == 1:
         return rows[0]
-    return BlockRow(
-        f"{rows[0].name} to {_without_parent(rows[-1].name, rows[0].name)}",
-        sum(row.operators for row in rows),
-        sum(row.seconds for row in rows),
-        sum(row.saved_bytes for row in rows),
-        sum(row.kept_bytes for row in rows),
-        sum(row.offloaded_bytes for row in rows),
-        sum(row.replay_seconds for row in rows),
-    )
+    first, last = rows[0].name, rows[-1].name
+    return _sum(f"{first} to {_without_parent(last, first)}", rows)
 
 
 def _without_parent(name: str, other: str) -> str:

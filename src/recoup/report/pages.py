@@ -15,13 +15,14 @@ from recoup.core.units import print_bytes, print_seconds
 from recoup.report import charts
 from recoup.report.charts import memory_chart, opacities
 from recoup.report.drawing import Picture
-from recoup.report.findings import Baseline, Findings, to_json
+from recoup.report.findings import Findings, to_json
 from recoup.report.modules import block_rows
 from recoup.report.texts import (
     cost_words,
     estimate_words,
     fits_words,
     floor_words,
+    main_costs,
     rule_rows,
     share_words,
     verdict,
@@ -114,15 +115,10 @@ def _packed(findings: Findings) -> str:
 
 
 def _numbers(findings: Findings) -> list[tuple[str, ...]]:
-    plain = Baseline("", findings.plain_peak_bytes, findings.plain_seconds)
-    rows = [
-        ("plain, predicted", *cost_words(findings, plain)),
-        ("plan, predicted", *cost_words(findings, findings.plan)),
-    ]
+    rows = [(each.name, *cost_words(findings, each)) for each in main_costs(findings)]
     if findings.measured_peak_bytes:
-        measured = Baseline("", findings.measured_peak_bytes, findings.measured_seconds)
         # The plain step's time is predicted: a ratio of the two means little.
-        rows.append(("plan, measured", *cost_words(findings, measured)[:-1], "-"))
+        rows[-1] = (*rows[-1][:-1], "-")
     return rows
 
 

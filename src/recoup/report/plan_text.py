@@ -8,7 +8,7 @@ from typing import Any
 
 from recoup.core.compiled_plan import COMPILED_PLANS, CompiledPlan
 from recoup.core.display import WIDTH
-from recoup.core.plan import Place, Plan, Span
+from recoup.core.plan import Plan, Span
 from recoup.core.units import print_bytes, print_seconds
 
 
@@ -18,6 +18,7 @@ def plan_text(plan: Plan | CompiledPlan) -> str:
     Examples:
         >>> print(plan_text(Plan()))
         This plan recomputes nothing: all values are kept, as by plain autograd.
+        >>> from recoup.core.plan import Place
         >>> spans = [
         ...     Span(Place(f"h.{n}", 0, True), Place(f"h.{n}", 0, False))
         ...     for n in range(3)
@@ -141,7 +142,7 @@ def _spans_text(spans: Sequence[Span], depth: int) -> list[str]:
         spans, key=lambda span: (span.held, len(span.inner), span.by_call)
     ):
         equal = list(group)
-        more = f", and {len(equal) - 1} more up to {_place(equal[-1].stop)}"
+        more = f", and {len(equal) - 1} more up to {equal[-1].stop.call_label}"
         line = (
             f"- {_extent(equal[0])}{more if len(equal) > 1 else ''}: "
             f"{_held_words(equal[0], each=len(equal) > 1)}."
@@ -157,15 +158,11 @@ def _spans_text(spans: Sequence[Span], depth: int) -> list[str]:
 
 def _extent(span: Span) -> str:
     if span.start.module == span.stop.module and not span.stop.entering:
-        return _place(span.start)
+        return span.start.call_label
     start = "" if span.start.entering else "the end of "
     stop = "the beginning" if span.stop.entering else "the end"
-    return f"from {start}{_place(span.start)} to {stop} of {_place(span.stop)}"
-
-
-def _place(place: Place) -> str:
-    call = f" (call {place.call + 1})" if place.call else ""
-    return f"{place.module or 'the model'}{call}"
+    first, last = span.start.call_label, span.stop.call_label
+    return f"from {start}{first} to {stop} of {last}"
 
 
 def _held_words(span: Span, *, each: bool) -> str:

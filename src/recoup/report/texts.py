@@ -264,25 +264,34 @@ def floor_words(findings: Findings) -> str:
     return f"{print_bytes(findings.floor_bytes)} ({findings.floor_bytes} B)"
 
 
-def summary_text(findings: Findings) -> str:
-    """Return the findings: predictions, measurement, peak and blocks."""
+def main_costs(findings: Findings) -> list[Baseline]:
+    """Return the costs of the plain step, and of the plan as predicted and measured."""
     view = findings.plan
-    rows = [
-        ["plain, predicted", findings.plain_peak_bytes, findings.plain_seconds],
-        ["plan, predicted", view.peak_bytes, view.seconds],
+    costs = [
+        Baseline("plain, predicted", findings.plain_peak_bytes, findings.plain_seconds),
+        Baseline("plan, predicted", view.peak_bytes, view.seconds),
     ]
     if findings.measured_peak_bytes:
         measured = findings.measured_peak_bytes, findings.measured_seconds
-        rows.append(["plan, measured", *measured])
-    found = timeline(findings.step, view)
+        costs.append(Baseline("plan, measured", *measured))
+    return costs
+
+
+def summary_text(findings: Findings) -> str:
+    """Return the findings: predictions, measurement, peak and blocks."""
+    found = timeline(findings.step, findings.plan)
     return "\n\n".join(
         [
             findings.title,
             table(
                 ["", "peak", "step"],
                 [
-                    [f"{n}", print_bytes(int(b)), print_seconds(float(s))]
-                    for n, b, s in rows
+                    [
+                        each.name,
+                        print_bytes(each.peak_bytes),
+                        print_seconds(each.seconds),
+                    ]
+                    for each in main_costs(findings)
                 ],
             ),
             f"floor {floor_words(findings)}"
@@ -292,7 +301,7 @@ def summary_text(findings: Findings) -> str:
             ),
             f"Memory over the step\n{timeline_text(found)}",
             alive_text(found),
-            blocks_text(findings.step, view),
+            blocks_text(findings.step, findings.plan),
         ]
     )
 

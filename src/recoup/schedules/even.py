@@ -1,6 +1,6 @@
 """Even: snapshots at equal distances, or none: one segment on the tape at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,7 +42,16 @@ class Even:
 
     def actions(self) -> Iterator[Action]:
         """Sweep forward once, then reverse segment by segment."""
-        return segment_actions(self._starts(), self.steps)
+        starts, stop = self._starts(), self.steps
+        for slot, (start, end) in enumerate(pairwise(starts)):
+            yield Snapshot(start, slot)
+            yield Advance(start, end)
+        last = len(starts) - 1
+        for slot, start in reversed(list(enumerate(starts))):
+            yield Snapshot(start, slot) if slot == last else Restore(start, slot)
+            yield Reverse(start, stop)
+            yield Free(slot)
+            stop = start
 
     def counts(self) -> Counts:
         """Return the cost of the schedule."""
@@ -96,24 +105,6 @@ def compute_checkpoint_positions(seq_length: int, num_checkpoints: int) -> list[
         position += (seq_length - position) // left
         found.append(position)
     return found
-
-
-def segment_actions(starts: Sequence[int], steps: int) -> Iterator[Action]:
-    """Keep a state at each start; reverse the intervals between them, last first."""
-    for slot, (start, stop) in enumerate(pairwise(starts)):
-        yield Snapshot(start, slot)
-        yield Advance(start, stop)
-    last = len(starts) - 1
-    stop = steps
-    for slot in range(last, -1, -1):
-        yield (
-            Snapshot(starts[slot], slot)
-            if slot == last
-            else Restore(starts[slot], slot)
-        )
-        yield Reverse(starts[slot], stop)
-        yield Free(slot)
-        stop = starts[slot]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Transactions on Mathematical Software 26 (2000). Slots include the initial state
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recoup.errors import UsageError
 from recoup.schedules.schedule import (
@@ -92,52 +92,6 @@ def first_step_advances(steps: int, slots: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Revolve:
-    """Reverse a loop with `slots` states and the tape of one step.
-
-    No schedule that keeps as many states and tapes one step at a time evaluates fewer
-    steps (Griewank and Walther, 2000). Needs no table: each action takes a few integer
-    operations, and memory grows only with the slots.
-
-    Args:
-        steps: The number of steps of the loop.
-        slots: The number of states to hold at a time, including the initial one.
-
-    Examples:
-        >>> Revolve(1000, slots=10).counts().evaluations
-        4636
-        >>> for action in Revolve(3, slots=2).actions():
-        ...     print(action)
-        Snapshot(step=0, slot=0, tier=0)
-        Advance(start=0, stop=1)
-        Snapshot(step=1, slot=1, tier=0)
-        Advance(start=1, stop=2)
-        Reverse(start=2, stop=3)
-        Restore(step=1, slot=1)
-        Reverse(start=1, stop=2)
-        Free(slot=1)
-        Restore(step=0, slot=0)
-        Reverse(start=0, stop=1)
-        Free(slot=0)
-    """
-
-    steps: int
-    slots: int
-
-    def __post_init__(self) -> None:
-        require_at_least(0, steps=self.steps)
-        require_at_least(1, slots=self.slots)
-
-    def actions(self) -> Iterator[Action]:
-        """Return the actions, in order."""
-        return Chunked(self.steps, slots=self.slots, chunk=1).actions()
-
-    def counts(self) -> Counts:
-        """Return the cost of the schedule, by the closed formula."""
-        return Chunked(self.steps, slots=self.slots, chunk=1).counts()
-
-
-@dataclass(frozen=True, slots=True)
 class Chunked:
     """Reverse a loop with `slots` states and a tape of `chunk` steps.
 
@@ -180,6 +134,39 @@ class Chunked:
             peak_slots=min(self.slots, max(chunks - 1, 1)) if chunks else 0,
             peak_tape=min(self.chunk, self.steps),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Revolve(Chunked):
+    """Reverse a loop with `slots` states and the tape of one step.
+
+    No schedule that keeps as many states and tapes one step at a time evaluates fewer
+    steps (Griewank and Walther, 2000). Needs no table: each action takes a few integer
+    operations, and memory grows only with the slots.
+
+    Args:
+        steps: The number of steps of the loop.
+        slots: The number of states to hold at a time, including the initial one.
+
+    Examples:
+        >>> Revolve(1000, slots=10).counts().evaluations
+        4636
+        >>> for action in Revolve(3, slots=2).actions():
+        ...     print(action)
+        Snapshot(step=0, slot=0, tier=0)
+        Advance(start=0, stop=1)
+        Snapshot(step=1, slot=1, tier=0)
+        Advance(start=1, stop=2)
+        Reverse(start=2, stop=3)
+        Restore(step=1, slot=1)
+        Reverse(start=1, stop=2)
+        Free(slot=1)
+        Restore(step=0, slot=0)
+        Reverse(start=0, stop=1)
+        Free(slot=0)
+    """
+
+    chunk: int = field(default=1, init=False, repr=False)
 
 
 def interval_actions(

@@ -1,9 +1,10 @@
 """The settings of a training run, checked before it starts."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from recoup.core.units import parse_bytes
 from recoup.errors import UsageError
@@ -89,27 +90,10 @@ class TrainerSettings:
     show_progress: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "batch_size",
-            "loss_scale_growth_interval",
-            "checkpoint_segment_size",
-            "accumulation_steps",
-            "snapshot_every_steps",
-            "snapshot_keep",
-        ):
-            check_count(name, getattr(self, name))
-        for name in (
-            "enable_mixed_precision",
-            "dynamic_loss_scale",
-            "use_gradient_checkpointing",
-            "skip_nonfinite",
-            "show_progress",
-        ):
-            _check_flag(name, getattr(self, name))
-        for name in ("recover_from_out_of_memory", "measure_memory"):
-            if getattr(self, name) is not None:
-                _check_flag(name, getattr(self, name))
+        for name, kind in get_type_hints(type(self)).items():
+            check = _CHECKS.get(kind)
+            if check is not None:
+                check(name, getattr(self, name))
         _check_between("initial_loss_scale", self.initial_loss_scale, 1.0, 2.0**32)
         if self.max_gradient_norm is not None:
             _check_between("max_gradient_norm", self.max_gradient_norm, 0.0, math.inf)
@@ -173,31 +157,41 @@ class TrainerSettings:
             )
 
 
-_MAY_BE_LEFT_OUT = (
-    "batch_size",
-    "checkpoint_segment_size",
-    "snapshot_every_steps",
-    "snapshot_keep",
-)
-
-
 def check_count(name: str, value: object) -> None:
-    """Raise unless a setting is a positive integer, or is optional and None.
+    """Raise unless a setting is a positive integer.
 
     Examples:
         >>> check_count("epochs", 3)
     """
-    if value is None and name in _MAY_BE_LEFT_OUT:
-        return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(
             f"expected {name} to be an integer of at least 1, got {value!r}."
         )
 
 
+def check_count_or_none(name: str, value: object) -> None:
+    """Raise unless an optional setting is None or a positive integer."""
+    if value is not None:
+        check_count(name, value)
+
+
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise UsageError(f"expected {name} to be True or False, got {value!r}.")
+
+
+def _check_flag_or_none(name: str, value: object) -> None:
+    if value is not None:
+        _check_flag(name, value)
+
+
+_CHECKS: dict[object, Callable[[str, object], None]] = {
+    int: check_count,
+    int | None: check_count_or_none,
+    bool: _check_flag,
+    bool | None: _check_flag_or_none,
+}
+"""The checks of settings by their type."""
 
 
 def _check_between(name: str, value: float, least: float, largest: float) -> None:

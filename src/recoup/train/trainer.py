@@ -30,10 +30,10 @@ from recoup.train.data.batches import LossFunction
 from recoup.train.data.position import Position, make_loader
 from recoup.train.data.reduction import WeightFunction
 from recoup.train.fit_call import FitCall, Interruption, ProgressBar, groups, step_count
-from recoup.train.processes import Processes, Report, unwrapped
+from recoup.train.processes import Report, unwrapped
 from recoup.train.run_results import RunResult, StepOutcome, StepResult
 from recoup.train.saving.averaging import ParameterAverage, refuse_applied
-from recoup.train.saving.run_state import load_run, save_run
+from recoup.train.saving.run_state import RunState
 from recoup.train.saving.snapshot import check_folder, keep_last, read_snapshot
 from recoup.train.settings import TrainerSettings, check_count
 from recoup.train.stepper import Stepper
@@ -303,7 +303,7 @@ class Trainer:
             **self._regions.state_dict(),
         }
         with nullcontext() if self.average is None else self.average.lifted():
-            save_run(path, own, self._position, *self._state())
+            self._state().save(path, own)
 
     def load(self, path: str | Path) -> None:
         """Restore the run that wrote the file. Nothing in it is executed.
@@ -318,7 +318,7 @@ class Trainer:
             raise SnapshotError(
                 f"expected a file of this version's trainer, got {path}."
             )
-        load_run(path, state, _NEEDED, self._position, *self._state())
+        self._state().load(path, state, _NEEDED)
         self._steps, self._known_skips = state["steps"], state["skipped"]
         self._unknown = None
         self._stepper.recovery.pieces = state["pieces"]
@@ -415,14 +415,15 @@ class Trainer:
             return "every block is recomputed in backward on its own"
         return None
 
-    def _state(self) -> tuple[nn.Module, Optimizer, dict[str, Any], Processes]:
-        """Return everything that has a state, and the processes that share it."""
+    def _state(self) -> RunState:
         parts = {
             "scheduler": self.scheduler,
             "scaler": self.scaler,
             "average": self.average,
         }
-        return self.model, self.optimizer, parts, self._stepper.processes
+        return RunState(
+            self.model, self.optimizer, parts, self._position, self._stepper.processes
+        )
 
     def _resume(self) -> bool:
         """Load the snapshot, and return whether there was one."""

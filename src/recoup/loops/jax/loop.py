@@ -26,12 +26,13 @@ from recoup.loops.jax.run import (
     table,
 )
 from recoup.loops.steps import ConcreteError, LoopStep, Stacked
+from recoup.schedules.online import Online
 from recoup.schedules.revolve import Revolve
 from recoup.schedules.schedule import Schedule
 from recoup.schedules.slot_budget import require_tape
 
 
-def run_jax(
+def run_loop(
     step: LoopStep,
     initial_state: Tree,
     plan: LoopPlan,
@@ -120,15 +121,13 @@ def _closed(
 
 def _schedule(step: LoopStep, state: Tree, plan: LoopPlan) -> Schedule:
     """Return the schedule; a loop with a condition runs once to find its length."""
-    if plan.schedule is not None:
+    if not isinstance(plan.schedule, Online):
         return plan.schedule
-    assert plan.condition is not None, "no schedule, so a condition"
-    assert plan.online is not None, "a condition comes with an online schedule"
     call = jax.jit(lambda state, index, given: step.run_on(state, index, given)[0])
     index = 0
     state = lax.stop_gradient(state)
     try:
-        while index != plan.most_steps and bool(plan.condition(state)):
+        while plan.goes_on(state, index):
             given = None if step.feed is None else step.feed.at(index)
             state = call(state, index, given)
             index += 1
@@ -138,7 +137,7 @@ def _schedule(step: LoopStep, state: Tree, plan: LoopPlan) -> Schedule:
             "depends on its values, but its table must be constant; call it outside "
             "jit, or give seq_length."
         ) from error
-    return Revolve(index, slots=plan.online.slots)
+    return Revolve(index, slots=plan.schedule.slots)
 
 
 def stacked_feed(step: LoopStep) -> Tree:
@@ -191,8 +190,13 @@ def _break_seal(*_: Any) -> Tree:
 _sealed.defvjp(_seal, _break_seal)
 
 
-def fit_jax_budget(
-    step: LoopStep, state: Any, steps: int, budget_bytes: int
+def fit_schedule(
+    step: LoopStep,
+    state: Any,
+    steps: int,
+    budget_bytes: int,
+    captures: Sequence[Any],
+    vjp: Any,
 ) -> Revolve:
     """Return the schedule for a budget.
 
@@ -204,6 +208,7 @@ def fit_jax_budget(
     Raises:
         UsageError: The residuals of a single step do not fit.
     """
+    del captures, vjp  # refused by `run_loop`
     state = jax.tree.map(jnp.asarray, state)
     state_bytes = _bytes_of(state)
     tape_bytes = _residual_bytes(step, state) if steps else 0

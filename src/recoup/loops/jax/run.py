@@ -81,6 +81,11 @@ def zeros_like(tree: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
+def empty_rows(tree: Tree, count: int) -> Tree:
+    """Return zeros for `count` rows of every leaf."""
+    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), tree)
+
+
 def row_at(tree: Tree, index: Any) -> Tree:
     """Return one row of every leaf."""
     return jax.tree.map(
@@ -122,9 +127,9 @@ def slot_or(kept: Tree, slot: Any, state: Tree) -> Tree:
     return jax.tree.map(read, kept, state)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoopProgram:
-    """The constant part of a loop.
+    """The constant part of a loop; JAX compares and hashes it by identity.
 
     Attributes:
         call: One step: state, index, input and captured arrays to state and output.
@@ -145,12 +150,6 @@ class LoopProgram:
     backward: np.ndarray
     last: int
     positions: dict[int, int]
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 def run(
@@ -177,12 +176,7 @@ def _forward(
     """Sweep forward; return final state, outputs and checkpoints, and the residuals."""
     index = jnp.zeros((), jnp.int32)
     _, output = jax.eval_shape(loop.call, state, index, row_at(feed, 0), constants)
-    outputs = jax.tree.map(
-        lambda leaf: jnp.zeros((loop.steps, *leaf.shape), leaf.dtype), output
-    )
-    kept = jax.tree.map(
-        lambda leaf: jnp.zeros((loop.slots, *leaf.shape), leaf.dtype), state
-    )
+    outputs, kept = empty_rows(output, loop.steps), empty_rows(state, loop.slots)
 
     def advance(index: Any, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         state, outputs = carry
@@ -207,7 +201,6 @@ def _backward(loop: LoopProgram, residuals: Tree, cotangents: Tree) -> Tree:
     """Sweep backward; return the gradients of state, constants and feed."""
     before, kept, constants, feed = residuals
     cotangent, output_cotangents, _ = cotangents
-    pull = partial(_pull, loop, constants, feed, output_cotangents)
     found = (
         inexact(cotangent),
         zeros_like(inexact(constants)),
@@ -217,6 +210,47 @@ def _backward(loop: LoopProgram, residuals: Tree, cotangents: Tree) -> Tree:
     def advance(index: Any, state: Tree) -> Tree:
         return loop.call(state, index, row_at(feed, index), constants)[0]
 
+    def pull(index: Any, state: Tree, found: Any) -> Any:
+        """Pull back through one step."""
+        cotangent, constants_found, feed_found = found
+        given = row_at(feed, index)
+
+        def call(state_part: Any, constants_part: Any, given_part: Any) -> Any:
+            after, output = loop.call(
+                merged(state, state_part),
+                index,
+                merged(given, given_part),
+                merged(constants, constants_part),
+            )
+            return inexact(after), inexact(output), constants_part
+
+        _, back = jax.vjp(call, inexact(state), inexact(constants), inexact(given))
+        row = row_at(inexact(output_cotangents), index)
+        # The sums so far enter as gradients that have already arrived, so that uses of
+        # a captured array are summed in the order of the plain scan.
+        state_part, constants_part, given_part = back((cotangent, row, constants_found))
+        return state_part, constants_part, with_row(feed_found, index, given_part)
+
+    def reverse(state: Tree, actions: Any, found: Any) -> Any:
+        """Pull back through the steps of one reverse, from the last to the first."""
+        start, stop = actions[REVERSE_START], actions[REVERSE_STOP]
+        if loop.chunk == 1:
+            return pull(start, state, found)
+
+        def fill(index: Any, carry: Any) -> Any:
+            states, state = carry
+            return with_row(states, index - start, state), advance(index, state)
+
+        carry = (empty_rows(state, loop.chunk), state)
+        states, state = lax.fori_loop(start, stop - 1, fill, carry)
+        states = with_row(states, stop - 1 - start, state)
+
+        def unroll(count: Any, found: Any) -> Any:
+            index = stop - 1 - count
+            return pull(index, row_at(states, index - start), found)
+
+        return lax.fori_loop(0, stop - start, unroll, found)
+
     def row(carry: Any, actions: Any) -> tuple[Any, None]:
         state, kept, found = carry
         state = slot_or(kept, actions[RESTORE], state)
@@ -224,7 +258,7 @@ def _backward(loop: LoopProgram, residuals: Tree, cotangents: Tree) -> Tree:
         kept = with_slot(kept, actions[KEEP], state)
         found = lax.cond(
             actions[REVERSE_STOP] > actions[REVERSE_START],
-            partial(_reverse, loop, advance, pull),
+            reverse,
             lambda _state, _actions, found: found,
             state,
             actions,
@@ -234,68 +268,7 @@ def _backward(loop: LoopProgram, residuals: Tree, cotangents: Tree) -> Tree:
 
     carry = (before, kept, found)
     (_, _, found), _ = lax.scan(row, carry, jnp.asarray(loop.backward))
-    state_found, constants_found, feed_found = found
-    return (
-        merged(before, state_found),
-        merged(constants, constants_found),
-        merged(feed, feed_found),
-    )
+    return tuple(map(merged, (before, constants, feed), found))
 
 
 _swept.defvjp(_forward, _backward)
-
-
-def _reverse(
-    loop: LoopProgram, advance: Any, pull: Any, state: Tree, actions: Any, found: Any
-) -> Any:
-    """Pull back through the steps of one reverse, from the last to the first."""
-    start, stop = actions[REVERSE_START], actions[REVERSE_STOP]
-    if loop.chunk == 1:
-        return pull(start, state, found)
-    states = jax.tree.map(
-        lambda leaf: jnp.zeros((loop.chunk, *leaf.shape), leaf.dtype), state
-    )
-
-    def fill(index: Any, carry: Any) -> Any:
-        states, state = carry
-        return with_row(states, index - start, state), advance(index, state)
-
-    states, state = lax.fori_loop(start, stop - 1, fill, (states, state))
-    states = with_row(states, stop - 1 - start, state)
-
-    def unroll(count: Any, found: Any) -> Any:
-        index = stop - 1 - count
-        return pull(index, row_at(states, index - start), found)
-
-    return lax.fori_loop(0, stop - start, unroll, found)
-
-
-def _pull(  # noqa: PLR0913 (bound one by one by the caller)
-    loop: LoopProgram,
-    constants: list[Any],
-    feed: Tree,
-    output_cotangents: Tree,
-    index: Any,
-    state: Tree,
-    found: Any,
-) -> Any:
-    """Pull back through one step."""
-    cotangent, constants_found, feed_found = found
-    given = row_at(feed, index)
-
-    def call(state_part: Any, constants_part: Any, given_part: Any) -> Any:
-        after, output = loop.call(
-            merged(state, state_part),
-            index,
-            merged(given, given_part),
-            merged(constants, constants_part),
-        )
-        return inexact(after), inexact(output), constants_part
-
-    parts = (inexact(state), inexact(constants), inexact(given))
-    _, pull = jax.vjp(call, *parts)
-    row = row_at(inexact(output_cotangents), index)
-    # The sums so far enter as gradients that have already arrived, so that uses of a
-    # captured array are summed in the order of the plain scan.
-    state_part, constants_part, given_part = pull((cotangent, row, constants_found))
-    return state_part, constants_part, with_row(feed_found, index, given_part)

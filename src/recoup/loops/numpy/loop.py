@@ -22,7 +22,7 @@ from recoup.schedules.revolve import Chunked
 from recoup.schedules.slot_budget import fit_budget
 
 
-def run_numpy(
+def run_loop(
     step: LoopStep,
     initial_state: Any,
     plan: LoopPlan,
@@ -88,7 +88,7 @@ class NumpyRun(LoopRun):
         machine = self.machine
         self._set(values)
         state = unflatten(self.structure, list(values[: self.leaf_count]))
-        state = self.run_forward(state, taped=traced and not machine.has_vjp)
+        state = self.run_forward(state, taped=traced and machine.vjp is None)
         machine.sweeping = False
         leaves, structure = flatten(state)
         machine.step.require_structure(structure, self.structure)
@@ -118,7 +118,11 @@ class NumpyRun(LoopRun):
 
     def pull_back(self, cotangent: Any) -> Any:
         """Return the gradient of the initial state; the states are not freed."""
-        _require_derivatives(self.machine)
+        if self.machine.vjp is None and not _has_autograd():
+            raise UnsupportedError(
+                "expected HIPS autograd or vjp= for the derivative of a NumPy "
+                "function, got none; install it with: pip install 'recoup[numpy]'."
+            )
         return super().pull_back(cotangent)
 
     def _set(self, values: Sequence[Any]) -> None:
@@ -162,29 +166,17 @@ def _opened(tree: Any) -> Any:
 def _opened_box(leaf: Any, builtins: Any) -> Any:
     if isinstance(leaf, builtins.SequenceBox):
         parts = [_opened(leaf[place]) for place in range(len(leaf))]
-        return parts if isinstance(_plain(leaf), list) else tuple(parts)
+        return parts if isinstance(_untraced(leaf), list) else tuple(parts)
     if isinstance(leaf, builtins.DictBox):
         return {name: _opened(leaf[name]) for name in leaf}
     return leaf
 
 
-def _require_derivatives(machine: NumpyMachine) -> None:
-    if machine.has_vjp:
-        return
-    try:
-        import autograd  # noqa: F401 (only to check)
-    except ImportError as error:
-        raise UnsupportedError(
-            "expected HIPS autograd or vjp= for the derivative of a NumPy function, "
-            "got none; install it with: pip install 'recoup[numpy]'."
-        ) from error
+def _has_autograd() -> bool:
+    return importlib.util.find_spec("autograd") is not None
 
 
-def _plain(leaf: Any) -> Any:
-    return leaf._value if _is_box(leaf) else leaf  # noqa: SLF001
-
-
-def fit_numpy_budget(
+def fit_schedule(
     step: LoopStep,
     state: Any,
     steps: int,
@@ -203,8 +195,7 @@ def fit_numpy_budget(
     plain = [_untraced(leaf) for leaf in leaves]
     state_bytes = sum(np.asarray(leaf).nbytes for leaf in plain)
     tape_bytes = state_bytes
-    has_autograd = importlib.util.find_spec("autograd") is not None
-    if steps and vjp is None and has_autograd:
+    if steps and vjp is None and _has_autograd():
         tape_bytes = _traced_bytes(step, unflatten(structure, plain), captures)
     return fit_budget(
         steps,

@@ -25,6 +25,7 @@ class NumpyMachine(LoopMachine):
     """Runs the steps of one loop on arrays.
 
     Attributes:
+        vjp: The user's derivative of a step, if there is one.
         values: The captured arrays without their traces, in the same order.
     """
 
@@ -44,12 +45,7 @@ class NumpyMachine(LoopMachine):
         self.outside: list[Any] | None = None
         self.rows: list[list[Any]] = []
         self.output_structure: Structure = None
-        self._vjp = vjp
-
-    @property
-    def has_vjp(self) -> bool:
-        """Whether the user gave derivatives."""
-        return self._vjp is not None
+        self.vjp = vjp
 
     def seeing(self, values: Sequence[Any]) -> LoopStep:
         """Return the step with the captured values replaced."""
@@ -89,12 +85,14 @@ class NumpyMachine(LoopMachine):
 
     def after(self, tape: Any) -> Any:
         """Return the state after a tape of forward, and collect its outputs."""
-        self.rows += tape.plain_rows()
+        if tape.outputs:
+            self.rows += tape.plain_rows()
+            self.output_structure = tape.output_structure
         return unflatten(tape.structure, tape.values())
 
     def reverse(self, state: Any, start: int, stop: int) -> None:
         """Pull the cotangents back through steps, by a tape or the user's vjp."""
-        if self._vjp is not None:
+        if self.vjp is not None:
             self._reverse_by_vjp(state, start, stop)
         else:
             super().reverse(state, start, stop)
@@ -147,7 +145,7 @@ class NumpyMachine(LoopMachine):
         return result
 
     def _reverse_by_vjp(self, state: Any, start: int, stop: int) -> None:
-        step, vjp = self.step, self._vjp
+        step, vjp = self.step, self.vjp
         assert vjp is not None, "checked by the caller"
         if step.with_outputs:
             raise UnsupportedError(

@@ -1,7 +1,7 @@
 """HIPS autograd: steps on a tape, the pull back, and a loop as one primitive."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,34 +17,21 @@ from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError
 from recoup.loops.numpy.loop import NumpyRun
 from recoup.loops.numpy.machine import NumpyMachine, is_continuous
-from recoup.loops.state_trees import Structure, flatten, unflatten
+from recoup.loops.state_trees import flatten, unflatten
+from recoup.loops.steps import Tape
 
 
 @dataclass(slots=True)
-class Record:
+class Record(Tape):
     """Steps that ran traced.
 
     Attributes:
-        start: The first step.
-        stop: The step after the last.
         leaves: The leaves of the state before, untraced.
-        before: The same, traced.
         captured: The captured arrays, traced.
-        fed: The inputs of the steps, traced, and the leaf of the feed of each.
-        rows: For each step the leaves of its output.
-        after: The leaves of the state after.
-        structure: The structure of the state after.
     """
 
-    start: int
-    stop: int
-    leaves: list[Any]
-    before: list[Any]
-    captured: list[Any]
-    fed: list[tuple[Any, tuple[int, int | None]]]
-    rows: list[list[Any]]
-    after: list[Any]
-    structure: Structure
+    leaves: list[Any] = field(default_factory=list)
+    captured: list[Any] = field(default_factory=list)
 
     def values(self) -> list[Any]:
         """Return the leaves of the state after, without their traces."""
@@ -52,7 +39,7 @@ class Record:
 
     def plain_rows(self) -> list[list[Any]]:
         """Return the leaves of the outputs, without their traces."""
-        return [[_value(leaf) for leaf in row] for row in self.rows]
+        return [[_value(leaf) for leaf in row] for row in self.outputs]
 
 
 def record_steps(machine: NumpyMachine, state: Any, start: int, stop: int) -> Record:
@@ -61,23 +48,13 @@ def record_steps(machine: NumpyMachine, state: Any, start: int, stop: int) -> Re
     with trace_stack.new_trace() as trace:
         before = [_rooted(leaf, trace) for leaf in leaves]
         captured = [_rooted(value, trace) for value in machine.values]
-        step = machine.seeing(captured)
-        fed: list[tuple[Any, tuple[int, int | None]]] = []
-        rows: list[list[Any]] = []
-        current = unflatten(structure, before)
-        for index in range(start, stop):
-            given = None
-            if step.feed is not None:
-                parts = [_rooted(part, trace) for part in step.feed.parts(index)]
-                fed += zip(parts, step.feed.places(index), strict=True)
-                given = step.feed.tree(index, parts)
-            current, output = step.run_on(current, index, given)
-            if step.with_outputs:
-                row, machine.output_structure = flatten(output)
-                rows.append(row)
-        after, structure = flatten(current)
-        _refuse_foreign(after, trace, f"the steps {start} to {stop - 1}")
-    return Record(start, stop, leaves, before, captured, fed, rows, after, structure)
+        record = Record(start, stop, before, leaves=leaves, captured=captured)
+        state = unflatten(structure, before)
+        record.run(
+            machine.seeing(captured), state, lambda part, _: _rooted(part, trace)
+        )
+        _refuse_foreign(record.after, trace, f"the steps {start} to {stop - 1}")
+    return record
 
 
 def pull_record(machine: NumpyMachine, record: Record) -> None:
@@ -87,7 +64,7 @@ def pull_record(machine: NumpyMachine, record: Record) -> None:
     they are summed in the order of the plain loop.
     """
     asked = [pair for pair in _asked(machine, record) if isbox(pair[0])]
-    parts = [part for part, _ in record.fed]
+    parts = [part for part, _ in record.given]
     inputs = [*record.before, *record.captured, *parts]
     found: dict[int, Any] = {}
     if asked:
@@ -98,7 +75,7 @@ def pull_record(machine: NumpyMachine, record: Record) -> None:
         for box, leaf in zip(record.before, record.leaves, strict=True)
     ]
     machine.cotangents.captures = [found.get(id(box)) for box in record.captured]
-    for part, place in record.fed:
+    for part, place in record.given:
         machine.cotangents.add_input(
             place, found.get(id(part)), lambda n: np.zeros_like(machine.step.fed[n])
         )
@@ -119,7 +96,7 @@ def without_traces(machine: NumpyMachine) -> None:
 def _asked(machine: NumpyMachine, record: Record) -> list[tuple[Any, Any]]:
     """Return the values with cotangents, and their cotangents."""
     asked = list(zip(record.after, machine.cotangents.state, strict=True))
-    for row, outputs in enumerate(record.rows):
+    for row, outputs in enumerate(record.outputs):
         for place, leaf in enumerate(outputs):
             if machine.cotangents.outputs:
                 whole = machine.cotangents.outputs[place]

@@ -303,7 +303,7 @@ def _fault(
     if shared & written:
         return f"it writes to {sorted(shared & written)[0]!r}, a global or nonlocal"
     for node in own_statements(loop.body):
-        reason = _node_fault(node) or _advance(node, own) or _hidden_write(node, own)
+        reason = _node_fault(node, own) or _hidden_write(node, own)
         if reason is not None:
             line = first_line + getattr(node, "lineno", 1) - 1
             return f"line {line} {reason}"
@@ -316,21 +316,6 @@ def _fault(
     if appended and any(isinstance(n, ast.Return) for n in own_statements(loop.body)):
         return f"it appends to {appended[0]!r} and contains a `return`"
     return None
-
-
-def _advance(node: ast.AST, own: set[str]) -> str | None:
-    """Return a reason if code advances an iterator from outside this iteration."""
-    match node:
-        case ast.Call(func=ast.Name(id="next"), args=[ast.Call(), *_]):
-            return None
-        case ast.Call(func=ast.Name(id="next"), args=[ast.Name(id=name), *_]) if (
-            name in own
-        ):
-            return None
-        case ast.Call(func=ast.Name(id="next")):
-            return "advances an iterator"
-        case _:
-            return None
 
 
 def _gone_over(source: ast.AST) -> set[str]:
@@ -369,7 +354,8 @@ def _hidden_write(node: ast.AST, own: set[str]) -> str | None:
     return None
 
 
-def _node_fault(node: ast.AST) -> str | None:
+def _node_fault(node: ast.AST, own: set[str]) -> str | None:
+    """Return a reason if code has an effect outside of this iteration."""
     match node:
         case ast.Yield() | ast.YieldFrom():
             return "yields"
@@ -381,6 +367,10 @@ def _node_fault(node: ast.AST) -> str | None:
             return "writes to an attribute"
         case ast.Call(func=ast.Name(id="setattr" | "delattr")):
             return "writes to an attribute"
+        case ast.Call(func=ast.Name(id="next"), args=[iterator, *_]):
+            is_own = isinstance(iterator, ast.Name) and iterator.id in own
+            is_new = isinstance(iterator, ast.Call)
+            return None if is_own or is_new else "advances an iterator"
         case ast.Import() | ast.ImportFrom():
             return "imports"
         case ast.ClassDef():

@@ -2,9 +2,8 @@
 
 import itertools
 import sys
-import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,16 @@ from torch import Tensor
 
 from recoup.backend.state.snapshots import StateSnapshot
 from recoup.backend.state.walk import reach
-from recoup.errors import RecoupError, UnsupportedError
+from recoup.core.callers import user_stacklevel
+from recoup.errors import RecoupError, UnsupportedError, UsageError
 from recoup.loops.loop import checkpointed_loop
+from recoup.loops.rewriting.source_loop import (
+    Body,
+    Carry,
+    Ended,
+    SourceLoop,
+    bound,
+)
 from recoup.loops.rewriting.writes import (
     Undefined,
     WriteError,
@@ -27,84 +34,58 @@ from recoup.loops.steps import ConcreteError, KindError, Listed
 from recoup.schedules.online import Online
 from recoup.schedules.revolve import Revolve
 
-Carry = tuple[Any, ...]
-Body = Callable[[Carry, Any], tuple[str | None, Any, tuple[Any, ...]]]
-Ended = tuple[str | None, Any, tuple[Carry]]
-
-
-def run_plainly(
-    body: Body, carry: Carry, items: Iterable[Any], lists: Sequence[list[Any]]
-) -> Ended:
-    """Run a `for` loop; return its end signal, its value, and the carry."""
-    for item in items:
-        signal, after, row = body(carry, item)
-        if signal == "return":
-            return signal, after, (carry,)
-        carry = after
-        if signal == "break":
-            return signal, None, (carry,)
-        for listed, value in zip(lists, row, strict=False):
-            listed.append(value)
-    return None, None, (carry,)
-
-
-def run_while_plainly(
-    body: Body, carry: Carry, test: Callable[[Carry], Any], lists: Sequence[list[Any]]
-) -> Ended:
-    """Run a `while` loop; return its end signal, its value, and the carry."""
-    while test(carry):
-        signal, value, (carry,) = run_plainly(body, carry, (None,), lists)
-        if signal is not None:
-            return signal, value, (carry,)
-    return None, None, (carry,)
-
-
-def bound(function: Any) -> Any:
-    """Return the function with its closure variables fixed at their present values.
-
-    By backward the enclosing function has continued, and may have changed them.
-    """
-    cells = [_copied(cell) for cell in function.__closure__ or ()]
-    return types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, None, tuple(cells)
-    )
-
-
-def _copied(cell: types.CellType) -> types.CellType:
-    try:
-        return types.CellType(cell.cell_contents)
-    except ValueError:  # unbound
-        return types.CellType()
-
-
 UNDEFINED = Undefined()
+_STRATEGIES = ("auto", "revolve", "dynamic", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """Options of the loops of a rewritten function.
+    """Options of the loops of a rewritten function; see `grad`.
 
     Attributes:
-        num_checkpoints: States to hold; None for the square root of the steps.
+        name: The function, for messages.
+        enabled: Whether its loops are checkpointed.
         strategy: "auto" (at equal distances), "revolve", "dynamic" (as for an unknown
             length) or "none" (not checkpointed).
+        num_checkpoints: States to hold; None for the square root of the steps.
         memory_budget: Bytes that may be held instead.
         min_loop_size: Shorter loops run plain.
-        name: The function, for messages.
-        raises: Whether an unsupported loop raises; else it runs plain, with a
-            warning.
+        on_unsupported: "raise", or "warn": an unsupported loop runs plain.
+
+    Raises:
+        UsageError: An option is unknown, or two exclude each other.
     """
 
-    num_checkpoints: int | None = None
+    name: str
+    enabled: bool = True
     strategy: str = "auto"
+    num_checkpoints: int | None = None
     memory_budget: int | str | None = None
     min_loop_size: int = 100
-    name: str = "function"
-    raises: bool = False
+    on_unsupported: str = "warn"
+
+    def __post_init__(self) -> None:
+        if self.on_unsupported not in ("warn", "raise"):
+            raise UsageError(
+                f'expected on_unsupported="warn" or "raise", got '
+                f"{self.on_unsupported!r}."
+            )
+        if self.strategy not in _STRATEGIES:
+            raise UsageError(
+                f"expected strategy to be one of {', '.join(_STRATEGIES)}, got "
+                f"{self.strategy!r}."
+            )
+        if self.memory_budget is not None and self.num_checkpoints:
+            raise UsageError(
+                "expected memory_budget or num_checkpoints, got both; leave one out."
+            )
 
 
 class Runtime:
-    """Runs the loops of one rewritten function."""
+    """Runs the loops of one rewritten function.
+
+    The result of a loop is its end signal, its value, and the carry.
+    """
 
     undefined = UNDEFINED
 
@@ -118,193 +99,121 @@ class Runtime:
         except NameError:
             return UNDEFINED
 
-    def run_for(  # noqa: PLR0913 (each is a fact about the loop)
-        self,
-        body: Body,
-        carry: Carry,
-        items: Any,
-        *,
-        lists: Sequence[list[Any]],
-        line: int,
-        stops: bool,
-        names: Sequence[str],
-        changed: Sequence[str] = (),
-        kept: Sequence[str] = (),
-        changes_items: bool = False,
+    def run_for(
+        self, body: Body, carry: Carry, items: Any, *, line: int, **facts: Any
     ) -> Ended:
-        """Run a `for` loop; return its end signal, its value, and the carry."""
-        body = bound(body)
+        """Run a `for` loop; `facts` are further fields of `SourceLoop`."""
         sources = [] if isinstance(items, (list, tuple)) else sources_of(items)
         items = _sequence(items, line)
-        total, first = len(items), 0
-        if self._is_plain(total):
-            return run_plainly(body, carry, iter(items), lists)
-        if stops and _is_jax((carry, items)):
-            self._refuse_to_stop(line)
-            return run_plainly(body, carry, iter(items), lists)
-        if changes_items and not isinstance(items, range):
-            self._complain(WriteError("it writes to what it iterates over"), line)
-            return run_plainly(body, carry, iter(items), lists)
+        loop = SourceLoop(bound(body), items, None, sources, line=line, **facts)
+        return self._run(loop, carry)
+
+    def run_while(
+        self, body: Body, carry: Carry, test: Callable[[Carry], Any], **facts: Any
+    ) -> Ended:
+        """Run a `while` loop; `facts` are further fields of `SourceLoop`."""
+        return self._run(SourceLoop(bound(body), None, bound(test), (), **facts), carry)
+
+    def _run(self, loop: SourceLoop, carry: Carry) -> Ended:
+        if self._is_plain(loop):
+            return loop.run_plainly(carry)
+        if loop.stops and _is_jax(loop.given(carry)):
+            self.refuse(
+                f"the loop at line {loop.line} of {self._options.name!r} is not "
+                "checkpointed and runs plain: over JAX arrays it may not break or "
+                "return; put its end into the condition of a while loop."
+            )
+            return loop.run_plainly(carry)
+        if loop.changes_items and not isinstance(loop.items, range):
+            self._complain(WriteError("it writes to what it iterates over"), loop.line)
+            return loop.run_plainly(carry)
+        first = 0
         if not _is_settled(carry):
-            signal, value, (carry,) = run_plainly(body, carry, (items[0],), lists)
+            if not loop.goes_on(carry):
+                return None, None, (carry,)
+            signal, value, (carry,) = loop.run_once(carry, loop.item(0))
             if signal is not None:
                 return signal, value, (carry,)
             first = 1
-        if not _has_arrays((carry, items)) and not lists:
-            return run_plainly(body, carry, itertools.islice(items, first, None), lists)
-        before = _snapshot([body], (carry, items))
+        if not _has_arrays(loop.given(carry)) and not loop.lists:
+            return loop.run_plainly(carry, first)
+        before = _snapshot(loop.functions, loop.given(carry))
         try:
-            with _naming(self._options.name, line):
-                writes = Writes(carry, names, changed, kept, [body, items], sources)
-                if stops:
-                    return self._stopped(
-                        body,
-                        writes,
-                        lambda _: True,
-                        lambda index: items[first + index],
-                        total - first,
-                    )
-                return self._run_known(body, writes, items, first, lists)
+            with _naming(self._options.name, loop.line):
+                writes = Writes(loop, carry)
+                if loop.stops:
+                    return self._stopped(loop, writes, first)
+                return self._run_checkpointed(loop, writes, first)
         except KindError as error:
             before.restore()
-            self._complain(error, line)
-            rest = itertools.islice(items, first, None)
-            return run_plainly(body, carry, rest, lists)
+            self._complain(error, loop.line)
+            return loop.run_plainly(carry, first)
 
-    def run_while(  # noqa: PLR0913 (each is a fact about the loop)
-        self,
-        body: Body,
-        carry: Carry,
-        test: Callable[[Carry], Any],
-        *,
-        lists: Sequence[list[Any]],
-        line: int,
-        stops: bool,
-        names: Sequence[str],
-        changed: Sequence[str] = (),
-        kept: Sequence[str] = (),
-    ) -> Ended:
-        """Run a `while` loop; return its end signal, its value, and the carry."""
-        body, test = bound(body), bound(test)
-        if self._options.strategy == "none":
-            return run_while_plainly(body, carry, test, lists)
-        if stops and _is_jax(carry):
-            self._refuse_to_stop(line)
-            return run_while_plainly(body, carry, test, lists)
-        if not _is_settled(carry):
-            if not test(carry):
-                return None, None, (carry,)
-            signal, value, (carry,) = run_plainly(body, carry, (None,), lists)
-            if signal is not None:
-                return signal, value, (carry,)
-        if not _has_arrays(carry) and not lists:
-            return run_while_plainly(body, carry, test, lists)
-        before = _snapshot([body, test], carry)
-        try:
-            with _naming(self._options.name, line):
-                writes = Writes(carry, names, changed, kept, [body, test])
-                return self._run_to_condition(body, writes, test, lists, stops)
-        except KindError as error:
-            before.restore()
-            self._complain(error, line)
-            return run_while_plainly(body, carry, test, lists)
-
-    def _refuse_to_stop(self, line: int) -> None:
-        message = (
-            f"the loop at line {line} of {self._options.name!r} is not checkpointed "
-            "and runs plain: over JAX arrays it may not break or return; put its end "
-            "into the condition of a while loop."
-        )
-        if self._options.raises:
+    def refuse(self, message: str) -> None:
+        """Warn, or raise `UnsupportedError` if the options say so."""
+        if self._options.on_unsupported == "raise":
             raise UnsupportedError(message)
-        warn_about(message)
+        warnings.warn(message, UserWarning, stacklevel=user_stacklevel())
 
     def _complain(self, error: KindError, line: int) -> None:
-        if self._options.raises:
+        if self._options.on_unsupported == "raise":
             raise error
         loop = f"the loop at line {line} of {self._options.name!r}"
         if isinstance(error, WriteError):
-            warn_about(
+            self.refuse(
                 f"{loop} is not checkpointed and runs plain: {error}; change it, or "
                 "call checkpointed_loop."
             )
         elif isinstance(error, ConcreteError):
-            warn_about(f"{loop} runs plain: {error}")
+            self.refuse(f"{loop} runs plain: {error}")
         else:
-            warn_about(
+            self.refuse(
                 f"{loop} runs plain: one of its variables is an array at one time and "
                 "something else at another, changes its structure, or hides arrays; "
                 "begin with arrays, in tuples, lists and dictionaries."
             )
 
-    def _run_to_condition(
-        self,
-        body: Body,
-        writes: Writes,
-        test: Callable[[Carry], Any],
-        lists: Sequence[list[Any]],
-        stops: bool,  # noqa: FBT001 (passed on)
-    ) -> Ended:
-        if stops:
-            return self._stopped(body, writes, test, lambda _: None, None)
-        step = _step(watched(body, writes), lists)
-        final, _ = checkpointed_loop(
-            self._named(step),
-            writes.given,
-            condition=test,
-            with_outputs=bool(lists),
-            schedule=self._online(),
-        )
-        return None, None, (_with_rows(final, lists, writes),)
-
-    def _run_known(
-        self,
-        body: Body,
-        writes: Writes,
-        items: Any,
-        first: int,
-        lists: Sequence[list[Any]],
-    ) -> Ended:
-        steps = len(items) - first
-        step = self._named(_step(watched(body, writes), lists))
-        options: dict[str, Any] = {**self._plan(steps), "with_outputs": bool(lists)}
+    def _run_checkpointed(self, loop: SourceLoop, writes: Writes, first: int) -> Ended:
+        step = self._named(_step(watched(loop.body, writes), loop.lists))
+        options: dict[str, Any] = {"with_outputs": bool(loop.lists)}
+        items = loop.items
+        if loop.test is not None:
+            options |= {"condition": loop.test, "schedule": self._online()}
+        else:
+            steps = len(items) - first
+            options |= {**self._plan(steps), "seq_length": steps, "with_index": True}
         if isinstance(items, range):
             begin, stride = items.start + first * items.step, items.step
+            unindexed = step
 
             def indexed(carry: Carry, index: Any) -> Any:
-                return step(carry, index, begin + index * stride)
+                return unindexed(carry, index, begin + index * stride)
 
-            counted, inputs = self._named(indexed), None
-        else:
+            step = self._named(indexed)
+        elif items is not None:
             rest = items[first:] if first else items
-            counted, inputs = step, rest if _is_array(rest) else Listed(rest)
-        final, _ = checkpointed_loop(
-            counted, writes.given, steps, inputs=inputs, with_index=True, **options
-        )
-        return None, None, (_with_rows(final, lists, writes),)
+            options["inputs"] = rest if _is_array(rest) else Listed(rest)
+        final, _ = checkpointed_loop(step, writes.given, **options)
+        return None, None, (_with_rows(final, loop.lists, writes),)
 
-    def _stopped(
-        self,
-        body: Body,
-        writes: Writes,
-        test: Callable[[Carry], Any],
-        item: Callable[[int], Any],
-        most: int | None,
-    ) -> Ended:
+    def _stopped(self, loop: SourceLoop, writes: Writes, first: int) -> Ended:
         """Run a loop that may break; its last iteration runs outside of it.
 
         The iteration that ends the loop returns its carry unchanged, and runs once more
         afterwards, where its value may be anything.
         """
-        watched_body = watched(body, writes)
+        # Not the loop itself: all that the step can reach counts as captured.
+        body, items = watched(loop.body, writes), loop.items
+        most = None if items is None else len(items) - first
 
         def step(state: tuple[Carry, int, bool]) -> tuple[Carry, int, bool]:
             carry, index, _ = state
-            signal, after, _ = watched_body(carry, item(index), index)
+            item = None if items is None else items[first + index]
+            signal, after, _ = body(carry, item, index)
             return (after, index + 1, False) if signal is None else (carry, index, True)
 
         def goes_on(state: tuple[Carry, int, bool]) -> bool:
-            return not state[2] and state[1] != most and bool(test(state[0]))
+            return not state[2] and state[1] != most and loop.goes_on(state[0])
 
         (carry, index, stopped), _ = checkpointed_loop(
             self._named(step),
@@ -315,7 +224,7 @@ class Runtime:
         carry = writes.write_back(carry)
         if not stopped:
             return None, None, (carry,)
-        return run_plainly(body, carry, (item(index),), ())
+        return loop.run_once(carry, loop.item(first + index))
 
     def _named(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Give the step the name of the user's function, for messages."""
@@ -336,9 +245,10 @@ class Runtime:
         held = self._options.num_checkpoints
         return Online(slots=32 if held is None else held + 1)
 
-    def _is_plain(self, steps: int) -> bool:
-        options = self._options
-        return options.strategy == "none" or steps < max(options.min_loop_size, 1)
+    def _is_plain(self, loop: SourceLoop) -> bool:
+        least = max(self._options.min_loop_size, 1)
+        is_short = loop.test is None and len(loop.items) < least
+        return is_short or self._options.strategy == "none"
 
 
 @contextmanager
@@ -349,11 +259,6 @@ def _naming(name: str, line: int) -> Iterator[None]:
     except RecoupError as error:
         error.add_note(f"in the loop at line {line} of {name!r}, which was rewritten")
         raise
-
-
-def warn_about(message: str) -> None:
-    """Warn the caller of the public function."""
-    warnings.warn(message, UserWarning, stacklevel=4)
 
 
 def _step(body: Callable[..., Any], lists: Sequence[list[Any]]) -> Callable[..., Any]:

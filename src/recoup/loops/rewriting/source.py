@@ -5,7 +5,7 @@ import copy
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,25 +64,22 @@ def find_loops(function: ast.FunctionDef, first_line: int) -> dict[int, FoundLoo
         >>> loop.carried, loop.line, loop.fault
         (('x',), 2, None)
     """
-    found: dict[int, FoundLoop] = {}
-    _visit(function.body, function, [], found, first_line)
-    return found
+    return {
+        id(loop): _describe(loop, function, around, first_line)
+        for loop, around in _loops_in(function.body, [])
+    }
 
 
-def _visit(
-    body: Iterable[ast.AST],
-    function: ast.FunctionDef,
-    around: list[LoopNode],
-    found: dict[int, FoundLoop],
-    first_line: int,
-) -> None:
+def _loops_in(
+    body: Iterable[ast.AST], around: list[LoopNode]
+) -> Iterator[tuple[LoopNode, list[LoopNode]]]:
+    """Yield the loops of some code, each with the loops around it."""
     for node in body:
         if isinstance(node, (ast.For, ast.While)):
-            found[id(node)] = _describe(node, function, around, first_line)
-            _visit(node.body, function, [*around, node], found, first_line)
+            yield node, around
+            yield from _loops_in(node.body, [*around, node])
         elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            inside = ast.iter_child_nodes(node)
-            _visit(inside, function, around, found, first_line)
+            yield from _loops_in(ast.iter_child_nodes(node), around)
 
 
 def _describe(
@@ -117,14 +114,12 @@ class Rewritten:
     Attributes:
         function: The function itself.
         source: Its source.
-        loops: The rewritten loops.
-        left: The other loops, each with its fault.
+        loops: Its loops; those without a fault are checkpointed.
     """
 
     function: Callable[..., Any]
     source: str
     loops: tuple[FoundLoop, ...]
-    left: tuple[FoundLoop, ...]
 
 
 def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
@@ -147,12 +142,7 @@ def rewrite(function: Callable[..., Any], runtime: Any) -> Rewritten:
     source = ast.unparse(changed)
     made = _compiled(function, changed, first_line, runtime)
     made.__name__ = name
-    return Rewritten(
-        function=made,
-        source=source,
-        loops=tuple(loop for loop in found.values() if loop.fault is None),
-        left=tuple(loop for loop in found.values() if loop.fault is not None),
-    )
+    return Rewritten(made, source, tuple(found.values()))
 
 
 def _parsed(function: Callable[..., Any]) -> tuple[ast.FunctionDef, int]:
@@ -190,8 +180,7 @@ def _compiled(
     """Compile inside a factory, so that closure variables stay closure variables."""
     free = function.__code__.co_freevars
     names = [RUNTIME, *free]
-    factory = ast.parse(f"def _factory({', '.join(names)}):\n pass").body[0]
-    assert isinstance(factory, ast.FunctionDef), "parsed just now"
+    factory = _function(f"_factory({', '.join(names)})")
     # Not under its own name, which may name a global in the function itself.
     inner = _without_defaults(tree)
     inner.name = f"{RUNTIME}_function"
@@ -262,13 +251,7 @@ class _Changer(ast.NodeTransformer):
         # Inner functions are not changed.
         return self.generic_visit(node) if self._count == 0 else node
 
-    def visit_For(self, node: ast.For) -> Any:
-        return self._changed(node)
-
-    def visit_While(self, node: ast.While) -> Any:
-        return self._changed(node)
-
-    def _changed(self, node: ast.For | ast.While) -> Any:
+    def visit_For(self, node: LoopNode) -> Any:
         loop = self._found.get(id(node))
         self._count += 1
         number = self._count
@@ -278,18 +261,17 @@ class _Changer(ast.NodeTransformer):
         made = _statements(node, loop, number)
         return [ast.copy_location(statement, node) for statement in made]
 
+    visit_While = visit_For  # noqa: N815 (as it is called)
 
-def _statements(
-    node: ast.For | ast.While, loop: FoundLoop, number: int
-) -> list[ast.stmt]:
+
+def _statements(node: LoopNode, loop: FoundLoop, number: int) -> list[ast.stmt]:
     """Return the statements that replace a loop."""
     body, test = f"{RUNTIME}_body_{number}", f"{RUNTIME}_test_{number}"
     signal, value = f"{RUNTIME}_signal_{number}", f"{RUNTIME}_value_{number}"
     unpack = _unpacking(loop)
     made: list[ast.stmt] = []
     if isinstance(node, ast.While):
-        head = ast.parse(f"def {test}({RUNTIME}_carry): pass").body[0]
-        assert isinstance(head, ast.FunctionDef), "parsed just now"
+        head = _function(f"{test}({RUNTIME}_carry)")
         head.body = [*ast.parse(unpack).body, ast.Return(node.test)]
         made.append(head)
         source = test
@@ -329,12 +311,18 @@ def _unpacking(loop: FoundLoop) -> str:
     return "\n".join(lines)
 
 
+def _function(head: str) -> ast.FunctionDef:
+    """Return an empty function, given its name and parameters."""
+    made = ast.parse(f"def {head}: pass").body[0]
+    assert isinstance(made, ast.FunctionDef), "parsed just now"
+    return made
+
+
 def _body_function(
-    node: ast.For | ast.While, loop: FoundLoop, name: str, unpack: str
-) -> ast.stmt:
+    node: LoopNode, loop: FoundLoop, name: str, unpack: str
+) -> ast.FunctionDef:
     """Return the body as a function of carry and item: signal, new carry, outputs."""
-    head = ast.parse(f"def {name}({RUNTIME}_carry, {RUNTIME}_item): pass").body[0]
-    assert isinstance(head, ast.FunctionDef), "parsed just now"
+    head = _function(f"{name}({RUNTIME}_carry, {RUNTIME}_item)")
     head.body = [*ast.parse(unpack).body]
     if isinstance(node, ast.For):
         item = ast.Name(f"{RUNTIME}_item", ast.Load())
@@ -373,30 +361,23 @@ class _Lowering(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> Any:
         value = node.value or ast.Constant(None)
-        made = ast.parse("return ('return', None, ())").body[0]
-        assert isinstance(made, ast.Return), "parsed just now"
-        assert isinstance(made.value, ast.Tuple), "parsed just now"
-        made.value.elts[1] = value
-        return ast.copy_location(made, node)
+        nothing = ast.Tuple([], ast.Load())
+        result = ast.Tuple([ast.Constant("return"), value, nothing], ast.Load())
+        return ast.copy_location(ast.Return(result), node)
 
-    def visit_For(self, node: ast.For) -> Any:
-        return self._inside(node)
-
-    def visit_While(self, node: ast.While) -> Any:
-        return self._inside(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> Any:
         return node
 
-    def visit_Lambda(self, node: ast.Lambda) -> Any:
-        return node
+    visit_Lambda = visit_FunctionDef  # noqa: N815 (as it is called)
 
-    def _inside(self, node: ast.For | ast.While) -> Any:
+    def visit_For(self, node: LoopNode) -> Any:
         # The `break` and `continue` of an inner loop belong to it.
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1
         return node
+
+    visit_While = visit_For  # noqa: N815 (as it is called)
 
     def _result(self, signal: str, node: ast.stmt) -> ast.stmt:
         made = ast.parse(f"return ({signal}, ({self._carried}), ())").body[0]

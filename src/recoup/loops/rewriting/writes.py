@@ -19,6 +19,7 @@ from torch import Tensor
 from recoup.backend.memory.storages import has_storage, storage_address, version_of
 from recoup.backend.state.walk import reach
 from recoup.errors import CaptureError, UnsupportedError
+from recoup.loops.rewriting.source_loop import Carry, SourceLoop
 from recoup.loops.state_trees import flatten
 from recoup.loops.steps import KindError
 
@@ -38,7 +39,11 @@ def nodes_of(trees: Iterable[Any]) -> list[Any]:
     """
     found: list[Any] = []
     for tree in trees:
-        _gather(tree, found)
+        found.append(tree)
+        if type(tree) is dict:
+            found += nodes_of(tree.values())
+        elif type(tree) is list or isinstance(tree, tuple):
+            found += nodes_of(tree)
     return found
 
 
@@ -119,16 +124,6 @@ def sources_of(items: Any) -> list[Any]:
     return found
 
 
-def _gather(tree: Any, found: list[Any]) -> None:
-    found.append(tree)
-    if type(tree) is dict:
-        for part in tree.values():
-            _gather(part, found)
-    elif type(tree) is list or isinstance(tree, tuple):
-        for part in tree:
-            _gather(part, found)
-
-
 def _is_numpy(node: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(node, numpy.ndarray)
@@ -194,9 +189,6 @@ class Putting:
         return real
 
 
-Carry = tuple[Any, ...]
-
-
 class WriteError(KindError):
     """An in-place write that a checkpointed loop cannot do as Python does."""
 
@@ -208,42 +200,22 @@ class Writes:
     written to by the source; and a copy of those at the start.
 
     Args:
+        loop: The loop. Autograd would find that its own arguments were changed, so it
+            gets copies of the variables in `kept`.
         carry: The variables of the loop before it.
-        names: Their names.
-        changed: The names of those that the loop writes to, judged by syntax.
-        kept: The names of those that are written to in the loop or elsewhere. Autograd
-            would find that the loop's own arguments were changed, so it gets copies.
-        seen: Other objects that the loop sees: its functions and its iterable.
-        sources: The objects that the loop's elements were taken from.
 
     Attributes:
         given: The variables to run the loop on.
     """
 
-    def __init__(
-        self,
-        carry: Carry,
-        names: Iterable[str],
-        changed: Iterable[str],
-        kept: Iterable[str],
-        seen: Iterable[Any],
-        sources: Iterable[Any] = (),
-    ) -> None:
-        self._names = list(names)
-        self._changed = set(changed)
-        self._seen = list(seen)
-        self._sources = list(sources)
+    def __init__(self, loop: SourceLoop, carry: Carry) -> None:
+        self._loop = loop
         self._carry = carry
         self._real = nodes_of(carry)
-        self._owners = [
-            name
-            for name, value in zip(self._names, carry, strict=True)
-            for _ in nodes_of([value])
-        ]
-        self._kept = set(kept)
+        named = list(zip(loop.names, carry, strict=True))
+        self._owners = [name for name, value in named for _ in nodes_of([value])]
         self.given: Carry = tuple(
-            copied(value, tensors_too=name in self._kept)
-            for name, value in zip(self._names, carry, strict=True)
+            copied(value, tensors_too=name in loop.kept) for name, value in named
         )
         self._origin: dict[int, int] = {}
         # Kept alive, or another object might reuse one of the addresses.
@@ -257,7 +229,7 @@ class Writes:
         self._writes_at_first = False
         self._is_done = False
         self._count = 0
-        self._refuse_unknown(carry)
+        self._refuse_unknown()
 
     def run(self, body: Any, carry: Carry, item: Any, index: Any = None) -> Any:
         """Run one step and detect its writes."""
@@ -290,7 +262,7 @@ class Writes:
         self._last, self._rows = nodes_of(after), rows
         self._follow_rows()
         alive = any(id(node) in self._origin for node in self._last)
-        self._is_done = not (alive or self._changed or given)
+        self._is_done = not (alive or self._loop.changed or given)
         if self._is_done:
             self._origin, self._held = {}, []
         return result
@@ -380,20 +352,22 @@ class Writes:
     def _check(self, place: int) -> None:
         """Refuse a write that other references would see differently."""
         real, address = self._real[place], memory_of(self._real[place])
-        if self._owners[place] not in self._changed:
+        if self._owners[place] not in self._loop.changed:
             raise self._error(self._real, place, "though its syntax does not show it")
         if [memory_of(node) for node in self._real].count(address) > 1:
             raise self._error(self._real, place, "which two of its variables refer to")
         if not isinstance(real, Tensor):
-            if id(real) in containers_in(self._sources):
+            if id(real) in containers_in(self._loop.sources):
                 raise UnsupportedError(
                     f"a loop writes to {self._owners[place]!r} in place and iterates "
                     "over it by another name; iterate over a copy: list(...)."
                 )
-            if id(real) in containers_in(self._seen):
+            if id(real) in containers_in(self._loop.seen):
                 raise self._error(self._real, place, "and sees it by another name")
             return
-        if address in {memory_of(tensor) for tensor in reach(self._seen, kind=Tensor)}:
+        if address in {
+            memory_of(tensor) for tensor in reach(self._loop.seen, kind=Tensor)
+        }:
             raise self._error(self._real, place, "and sees its memory by another name")
         assert self._last is not None, "there was a step"
         other = self._last[place]
@@ -411,11 +385,11 @@ class Writes:
         Each result of a loop has its own memory.
         """
         assert self._last is not None, "there was a step"
-        places = [p for p, name in enumerate(self._owners) if name in self._kept]
+        places = [p for p, name in enumerate(self._owners) if name in self._loop.kept]
         if not places or len(self._last) != len(self._owners):
             return
-        seen = [memory_of(tensor) for tensor in reach(self._seen, kind=Tensor)]
-        outside = {*seen, *containers_in(self._seen)}
+        seen = [memory_of(tensor) for tensor in reach(self._loop.seen, kind=Tensor)]
+        outside = {*seen, *containers_in(self._loop.seen)}
         objects: dict[int, set[int]] = {}
         for node in filter(is_mutable, self._last):
             objects.setdefault(memory_of(node), set()).add(id(node))
@@ -428,9 +402,9 @@ class Writes:
                     self._last, place, "of which another object is a part"
                 )
 
-    def _refuse_unknown(self, carry: Carry) -> None:
-        for name, value in zip(self._names, carry, strict=True):
-            if name not in self._changed:
+    def _refuse_unknown(self) -> None:
+        for name, value in zip(self._loop.names, self._carry, strict=True):
+            if name not in self._loop.changed:
                 continue
             for leaf in flatten(value)[0]:
                 if not is_known(leaf):

@@ -47,7 +47,6 @@ class OutputStack:
         self._whole: list[Tensor] = []
         self._rows: list[list[Tensor]] = []
         self._kinds: list[_Kind] = []
-        self._count = 0
         self.last: list[Tensor] = []
 
     def put(self, index: int, output: Any) -> None:
@@ -58,31 +57,26 @@ class OutputStack:
                 f"expected trees of tensors as outputs of a loop, step {index} gave "
                 f"{[type(leaf).__name__ for leaf in leaves]}; return tensors."
             )
+        kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         if index == 0:
-            self._structure = structure
-        elif structure != self._structure:
+            self._structure, self._kinds = structure, kinds
+            if self._steps is not None:
+                self._whole = [x.new_empty((self._steps, *x.shape)) for x in leaves]
+        if structure != self._structure:
             raise KindError(
                 f"expected the pytree structure of step 0's output, got another one "
                 f"from step {index}; return the same structure from every step."
             )
-        self._count += 1
-        self.last = [leaf.detach() for leaf in leaves]
-        kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        if index == 0:
-            self._kinds = kinds
-        elif kinds != self._kinds:
+        if kinds != self._kinds:
             raise KindError(
                 f"expected outputs like step 0's, {_described(self._kinds)}, but step "
                 f"{index} gave tensors of {_described(kinds)}; return the same shapes "
                 "and types from every step."
             )
+        self.last = [leaf.detach() for leaf in leaves]
         if self._steps is None:
             self._rows.append(self.last)
             return
-        if index == 0:
-            self._whole = [
-                leaf.new_empty((self._steps, *leaf.shape)) for leaf in leaves
-            ]
         for whole, leaf in zip(self._whole, self.last, strict=True):
             whole[index] = leaf
 
@@ -94,7 +88,7 @@ class OutputStack:
 
     def tree(self, leaves: list[Tensor]) -> Any:
         """Return the stacked outputs as a tree; None if no step ran."""
-        return unflatten(self._structure, leaves) if self._count else None
+        return unflatten(self._structure, leaves) if self._kinds else None
 
 
 def _described(kinds: list[_Kind]) -> str:

@@ -1,7 +1,7 @@
 """Tapes: steps that ran with a graph, and the pull back through them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,37 +14,20 @@ from recoup.backend.memory.storages import (
     storage_address,
     version_of,
 )
-from recoup.loops.state_trees import Structure, flatten, unflatten
-from recoup.loops.steps import Cotangents, KindError, LoopStep
+from recoup.loops.state_trees import Structure, unflatten
+from recoup.loops.steps import Cotangents, KindError, LoopStep, Place, Tape
 from recoup.loops.torch.captures import CapturedTensors, lost_gradient
 
 
 @dataclass(slots=True)
-class StepTape:
+class StepTape(Tape):
     """Steps that ran with a graph.
 
     Attributes:
-        start: The first step.
-        stop: The step after the last.
-        before: The leaves of the state before, each a leaf of the graph if possible.
-        watched: The indices of those.
-        after: The leaves of the state after.
-        structure: The structure of the state after.
-        given: For each step, the leaves of its input that require gradients, and
-            their leaf of the feed.
-        outputs: For each step, the leaves of its output.
-        output_structure: The structure of one output.
+        watched: The indices of the leaves before that are leaves of the graph.
     """
 
-    start: int
-    stop: int
-    before: list[Any]
-    watched: list[int]
-    after: list[Any]
-    structure: Structure
-    given: list[tuple[Tensor, tuple[int, int | None]]]
-    outputs: list[list[Any]]
-    output_structure: Structure
+    watched: list[int] = field(default_factory=list)
 
 
 def record(
@@ -64,33 +47,27 @@ def record(
     before, watched = _watched(leaves)
     passed = copied(before) if in_place else before
     writes = StateWrites(before, passed) if in_place else None
-    tape = StepTape(start, stop, before, watched, [], structure, [], [], None)
+    tape = StepTape(start, stop, before, watched=watched)
+
+    def watch(part: Any, place: Place) -> Any:
+        assert step.feed is not None, "the part is of its input"
+        if isinstance(part, Tensor) and step.feed.leaves[place[0]].requires_grad:
+            return part.detach().requires_grad_()
+        return part
+
     with recording():
         state = unflatten(structure, passed)
         if captures.sources is captures.tensors:
-            state = _run(step, state, tape)
+            tape.run(step, state, watch)
         else:
             with captures.replaced():
-                state = _run(step, state, tape)
+                tape.run(step, state, watch)
     if writes is not None:
         writes.seen()
-    tape.after, tape.structure = flatten(state)
     stray = captures.stray(_results(tape), _sources(tape))
     if stray is not None:
         raise lost_gradient(stray, f"the steps {start} to {stop - 1} ({step.name!r})")
     return tape
-
-
-def _run(step: LoopStep, state: Any, tape: StepTape) -> Any:
-    """Run the steps of a tape, and record their inputs and outputs there."""
-    if step.feed is None and not step.with_outputs:
-        return step.advance(state, tape.start, tape.stop)
-    for index in range(tape.start, tape.stop):
-        tree = _watched_input(step, index, tape.given)
-        state, output = step.run_on(state, index, tree)
-        leaves, tape.output_structure = flatten(output)
-        tape.outputs.append(leaves)
-    return state
 
 
 def pull(
@@ -203,23 +180,6 @@ class StateWrites:
 
 def _memory_of(tensor: Tensor) -> int:
     return storage_address(tensor) if has_storage(tensor) else id(tensor)
-
-
-def _watched_input(
-    step: LoopStep, index: int, given: list[tuple[Tensor, tuple[int, int | None]]]
-) -> Any:
-    feed = step.feed
-    if feed is None:
-        return None
-    parts: list[Any] = []
-    for part, place in zip(feed.parts(index), feed.places(index), strict=True):
-        if isinstance(part, Tensor) and feed.leaves[place[0]].requires_grad:
-            alias = part.detach().requires_grad_()
-            given.append((alias, place))
-            parts.append(alias)
-        else:
-            parts.append(part)
-    return feed.tree(index, parts)
 
 
 def _results(tape: StepTape) -> list[Any]:

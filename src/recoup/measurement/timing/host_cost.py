@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,20 +125,6 @@ class Calls:
         self._arguments.append((model, args, kwargs))
 
 
-class Work(NamedTuple):
-    """The operators that a plan records and replays, on top of a plain step."""
-
-    recorded: int
-    replayed: int
-
-    @classmethod
-    def of(cls, graph: Graph, segments: Sequence[Segment]) -> "Work":
-        """Count the operators of a plan."""
-        total = total_footprint(graph, segments)
-        replayed = sum(len(replay.operations) for replay in total.replays)
-        return cls(total.recorded, replayed)
-
-
 def host_costs_of(
     graph: Graph,
     pace: Pace,
@@ -161,11 +147,11 @@ def host_costs_of(
         least_seconds: The host time to record the simplest operator, a lower bound for
             all others.
     """
-    work = Work.of(graph, recompute_all(graph))
+    work = total_footprint(graph, recompute_all(graph))
     host = pace.host_seconds
     forward = min(plain_forward_seconds, host / STEP_BY_FORWARD)
     again = REPLAY_BY_FORWARD * forward / max(1, len(graph.operations))
-    least = HostCosts(0.0, least_seconds, again).seconds(*work)
+    least = HostCosts(0.0, least_seconds, again).seconds(work.recorded, work.replayed)
     plain = min(STEP_BY_FORWARD * forward, max(0.0, host - least))
     added = host - plain
     least_recording = min(work.recorded * least_seconds, added)

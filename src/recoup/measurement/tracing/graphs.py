@@ -136,14 +136,7 @@ def boundaries_of(
             continue
         saves = used[traced.saves]
         place = (traced.operation, saves, call)
-        boundary = Boundary(
-            traced.operation,
-            saves,
-            traced.module,
-            traced.call,
-            traced.entering,
-            call,
-        )
+        boundary = replace(traced, saves=saves)
         known = found.get(place)
         if known is None or rank(boundary) < rank(known):
             found[place] = boundary

@@ -148,13 +148,13 @@ def _parents_of(path: str) -> Iterator[str]:
 
 
 def cuts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Return the blocks at which to cut a step that has not been traced yet."""
-    return every_kth(blocks) if _are_leaves(model, blocks) else tuple(blocks)
+    """Return the blocks at which to cut a step that has not been traced yet.
 
-
-def every_kth(names: Sequence[str]) -> tuple[str, ...]:
-    """Return about sqrt(n) of n names, evenly spaced."""
-    return tuple(names[:: max(1, math.isqrt(len(names)))])
+    Among n single layers these are about sqrt(n), evenly spaced.
+    """
+    if any(list(model.get_submodule(name).children()) for name in blocks):
+        return tuple(blocks)
+    return tuple(blocks[:: max(1, math.isqrt(len(blocks)))])
 
 
 def _trace(
@@ -223,7 +223,3 @@ def _boundaries_recorded(model: nn.Module, tracer: StepTracer) -> Iterator[None]
             add(lead(before, prepend=True))
             add(follow(after, always_call=True))
         yield
-
-
-def _are_leaves(model: nn.Module, names: Sequence[str]) -> bool:
-    return all(not list(model.get_submodule(name).children()) for name in names)

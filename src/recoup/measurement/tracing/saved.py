@@ -1,7 +1,9 @@
 """Count the bytes that autograd saves for backward, by unique storage."""
 
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable
+from functools import partial
+from operator import call
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -57,22 +59,23 @@ class SavedBytes:
     def __enter__(self) -> Self:
         # Hooks do not nest on their own: only the innermost run.
         self._around = ambient_hooks()
-        push_hooks(self._pack, _unpack)
+        push_hooks(self._pack, call)
         return self
 
     def __exit__(self, *exception: object) -> None:
         pop_hooks()
         self._around = None
 
-    def _pack(self, tensor: Tensor) -> "KeptTensor | _Passed":
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns the saved tensor."""
         self.tensors += 1
         for storage in storages_in(tensor):
             if not self._existing.refresh(storage):
                 self._ledger.add(storage)
         if self._around is None:
-            return KeptTensor(tensor)
+            return KeptTensor(tensor).fetch
         pack, unpack = self._around
-        return _Passed(pack(tensor), unpack)
+        return partial(unpack, pack(tensor))
 
 
 class KeptTensor:
@@ -101,17 +104,3 @@ class KeptTensor:
                 f"{self._version} instead. Write to a copy, or after backward."
             )
         return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """A saved tensor, packed by the outer hooks, and their unpack."""
-
-    packed: Any
-    unpack: Unpack
-
-
-def _unpack(saved: KeptTensor | _Passed) -> Tensor:
-    if isinstance(saved, _Passed):
-        return saved.unpack(saved.packed)
-    return saved.fetch()

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -295,12 +295,10 @@ class SideEffects:
                     self.reasons[name] = "its forward was replaced on the instance"
                     continue
                 watched.append(block)
-                block.__dict__["forward"] = _Looking(self, name, block)
+                block.__dict__["forward"] = partial(self.call, name, block)
             yield
 
-    def call(
-        self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, name: str, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a block's own forward, and record its side effects."""
         kind = type(block)
         is_new = kind not in self._kinds  # blocks of one class have the same code
@@ -309,15 +307,3 @@ class SideEffects:
         result, reason = call_and_look(forward, args, kwargs, through_code=is_new)
         self.reasons[name] = self.reasons.get(name) or reason
         return result
-
-
-class _Looking:
-    """Calls a block's own forward, and observes it."""
-
-    def __init__(self, found: SideEffects, name: str, block: nn.Module) -> None:
-        self._found = found
-        self._name = name
-        self._block = block
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._found.call(self._name, self._block, args, kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recoup.backend.memory.ledger import storages_in
+from recoup.core.graph import Boundary
 
 
 @dataclass
@@ -77,23 +78,12 @@ class TracedSave:
     is_later: bool = False
 
 
-@dataclass
-class TracedBoundary:
-    """A module is entered or left."""
-
-    operation: int
-    saves: int
-    module: str
-    call: int
-    entering: bool
-    model_call: int
-
-
 @dataclass(eq=False)
 class Trace:
     """One pass of a step: forward, and backward until the model is called again.
 
     Attributes:
+        boundaries: Where modules are entered and left, in order.
         roots: The paths of the modules that the step itself called, in order.
         gradients: By parameter path, the first moment with the gradient, or -1 if it
             existed before the pass.
@@ -107,7 +97,7 @@ class Trace:
     storages: list[TracedStorage] = field(default_factory=list)
     values: list[TracedValue] = field(default_factory=list)
     saves: list[TracedSave] = field(default_factory=list)
-    boundaries: list[TracedBoundary] = field(default_factory=list)
+    boundaries: list[Boundary] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
     gradients: dict[str, int] = field(default_factory=dict)
     called_again: dict[str, None] = field(default_factory=dict)

@@ -31,7 +31,7 @@ from recoup.backend.operators.fingerprints import is_fingerprinting
 from recoup.backend.operators.properties import Facts, facts_of
 from recoup.backend.operators.timers import Timer
 from recoup.backend.state.trees import tensors
-from recoup.core.graph import BEFORE
+from recoup.core.graph import BEFORE, Boundary
 from recoup.engine.lifetime.handover import Collector
 from recoup.engine.lifetime.values import Hold
 from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
@@ -41,7 +41,6 @@ from recoup.measurement.tracing.saved import KeptTensor
 from recoup.measurement.tracing.trace import (
     Lifetimes,
     Trace,
-    TracedBoundary,
     TracedOperation,
     TracedSave,
 )
@@ -218,7 +217,7 @@ class StepTracer(OperatorMode):
             for tensor in tensors(passed):
                 self._lifetimes.follow(tensor)
             trace.boundaries.append(
-                TracedBoundary(
+                Boundary(
                     len(trace.operations),
                     len(trace.saves),
                     module,

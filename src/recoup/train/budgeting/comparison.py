@@ -21,7 +21,7 @@ from recoup.measurement.timing.pace import seconds_of
 from recoup.precision.mixed_precision import resolve_precision
 from recoup.train.data.batches import LossFunction
 from recoup.train.run_results import StepResult
-from recoup.train.settings import TrainerSettings, check_count
+from recoup.train.settings import TrainerSettings, check_count_or_none
 from recoup.train.trainer import Trainer
 
 _ROWS = (
@@ -137,7 +137,7 @@ def compare_configurations(  # noqa: PLR0913 (options by keyword)
         >>> [row.name for row in table.rows]
         ['Baseline (FP32)', 'Mixed Precision', 'Checkpointing', 'Both']
     """
-    check_count("checkpoint_segment_size", checkpoint_segment_size)
+    check_count_or_none("checkpoint_segment_size", checkpoint_segment_size)
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
     device = next(iter(model.parameters())).device
     dtype = resolve_precision(precision, device)

@@ -12,7 +12,7 @@ from recoup.errors import SnapshotError
 from recoup.train.compatibility import as_schedulers, check_parts, joined_schedulers
 from recoup.train.data.position import Position
 from recoup.train.processes import Processes
-from recoup.train.saving.run_state import load_run, save_run
+from recoup.train.saving.run_state import RunState
 from recoup.train.saving.snapshot import check_folder, read_snapshot
 
 _VERSION = "resumable 1"
@@ -63,8 +63,8 @@ class ResumableRun:
         schedules = joined_schedulers(as_schedulers(scheduler))
         parts = {"scheduler": schedules, "scaler": scaler}
         processes = Processes(model)
-        self._state = model, joint, parts, processes
         self._position = Position(next(iter(model.parameters())).device)
+        self._state = RunState(model, joint, parts, self._position, processes)
         processes.connect()
 
     @property
@@ -98,7 +98,7 @@ class ResumableRun:
             UsageError: The folder does not exist.
         """
         check_folder(path)
-        save_run(path, {"version": _VERSION}, self._position, *self._state)
+        self._state.save(path, {"version": _VERSION})
 
     def load(self, path: str | Path) -> None:
         """Restore the state in a file. Nothing in it is executed.
@@ -112,4 +112,4 @@ class ResumableRun:
                 f"expected a file that ResumableRun.save wrote, got {path}; read a "
                 "snapshot of recoup.Trainer with its own load."
             )
-        load_run(path, state, _NEEDED, self._position, *self._state)
+        self._state.load(path, state, _NEEDED)

@@ -1,5 +1,6 @@
 """The whole state of a run as plain data: collected, written, checked, restored."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,32 +56,108 @@ Parts = dict[str, Any]
 _WITH = {True: "with", False: "without"}
 
 
-def collect_state(
-    model: nn.Module, optimizer: Optimizer, parts: Parts, processes: Processes
-) -> dict[str, Any]:
-    """Return the state of everything that has one; all processes take part.
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Everything of a run that has a state, and the processes that share it.
 
-    Tensors that are sharded over processes are gathered on the CPU, so that the state
-    does not depend on the number of processes.
+    Attributes:
+        model: The model, perhaps in its wrapper.
+        optimizer: The optimizer.
+        parts: The other objects with a state.
+        position: The position in the data.
+        processes: The processes; all take part in saving and loading.
     """
-    device = next(iter(model.parameters())).device
-    return {
-        "kinds": _kinds({**parts, "optimizer": optimizer}),
-        **{name: part and part.state_dict() for name, part in parts.items()},
-        "model": whole_tree(dict(unwrapped(model).state_dict())),
-        "optimizer": whole_tree(optimizer.state_dict()),
-        "random": processes.gather(random_states(device).plain()),
-    }
+
+    model: nn.Module
+    optimizer: Optimizer
+    parts: Parts
+    position: Position
+    processes: Processes
+
+    def save(self, path: str | Path, own: dict[str, Any]) -> None:
+        """Write the run to a file, with its own data; the first process writes.
+
+        Tensors that are sharded over processes are gathered on the CPU, so that the
+        state does not depend on the number of processes.
+
+        Raises:
+            SnapshotError: The state is not plain data; in every process.
+            SnapshotWriteError: The file cannot be written; in every process.
+            PeerError: Another process is gone.
+        """
+        processes = self.processes
+        with processes.watching():
+            state = {
+                **own,
+                "processes": processes.count,
+                "position": processes.gather(self.position.state_dict()),
+                "kinds": _kinds(self._stateful),
+                **{
+                    name: part and part.state_dict()
+                    for name, part in self.parts.items()
+                },
+                "model": whole_tree(dict(unwrapped(self.model).state_dict())),
+                "optimizer": whole_tree(self.optimizer.state_dict()),
+                "random": processes.gather(random_states(self._device).plain()),
+            }
+            _write(path, state, processes)
+
+    def load(
+        self, path: str | Path, state: dict[str, Any], needed: frozenset[str]
+    ) -> None:
+        """Restore the state that `save` wrote to a file, sharded as the model is now.
+
+        Scaler and average keep their own settings. If there are more processes than
+        before, each new one gets its own random numbers.
+
+        Raises:
+            SnapshotError: The state lacks a needed part, or belongs to another model or
+                optimizer, or to other parts. Nothing has been changed.
+        """
+        missing = sorted(needed - state.keys())
+        if missing:
+            raise SnapshotError(
+                f"expected a whole run in {path}, got one without {missing[0]!r}."
+            )
+        _check_parts(state, self._stateful)
+        inner = unwrapped(self.model)
+        own = inner.state_dict()
+        _check_model(state["model"], own)
+        _check_optimizer(state["optimizer"], self.optimizer)
+        saved = state["model"].items()
+        inner.load_state_dict({name: shard_like(own[name], v) for name, v in saved})
+        self._load_optimizer(state["optimizer"])
+        for name, part in self.parts.items():
+            if isinstance(part, GradientScaler):
+                part.load_progress(state[name])
+            elif part is not None:
+                part.load_state_dict(state[name])
+        rank, count = self.processes.rank, self.processes.count
+        _apply_random(state["random"], self._device, rank)
+        self.position.load_state_dict(
+            own_position(state["position"], rank, count),
+            share=state["processes"] / count,
+        )
+
+    @property
+    def _stateful(self) -> Parts:
+        return {**self.parts, "optimizer": self.optimizer}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.model.parameters())).device
+
+    def _load_optimizer(self, saved: dict[str, Any]) -> None:
+        parameters = parameters_of(self.optimizer)
+        moments = {
+            index: {name: shard_like(parameters[index], v) for name, v in each.items()}
+            for index, each in saved["state"].items()
+        }
+        self.optimizer.load_state_dict({**saved, "state": moments})
 
 
-def write_state(path: str | Path, state: dict[str, Any], processes: Processes) -> None:
-    """Write a state to a file; the first process writes, and all get the outcome.
-
-    Raises:
-        SnapshotError: The state is not plain data; in every process.
-        SnapshotWriteError: The file cannot be written; in every process.
-        PeerError: Another process is gone.
-    """
+def _write(path: str | Path, state: dict[str, Any], processes: Processes) -> None:
+    """Write a state to a file; the first process writes, and all get the outcome."""
     failure: SnapshotError | None = None
     if processes.is_first:
         try:
@@ -98,98 +175,6 @@ def write_state(path: str | Path, state: dict[str, Any], processes: Processes) -
             f"expected the first process to write {path}, got an error there; see "
             "its log."
         )
-
-
-def apply_state(
-    state: dict[str, Any],
-    model: nn.Module,
-    optimizer: Optimizer,
-    parts: Parts,
-    processes: Processes,
-) -> None:
-    """Restore the state, sharded as the model is now.
-
-    Scaler and average keep their own settings. If there are more processes than before,
-    each new one gets its own random numbers.
-
-    Raises:
-        SnapshotError: The state belongs to another model or optimizer, or to other
-            parts. Nothing has been changed.
-    """
-    _check_parts(state, {**parts, "optimizer": optimizer})
-    inner = unwrapped(model)
-    own = inner.state_dict()
-    _check_model(state["model"], own)
-    _check_optimizer(state["optimizer"], optimizer)
-    inner.load_state_dict(
-        {name: shard_like(own[name], value) for name, value in state["model"].items()}
-    )
-    parameters = parameters_of(optimizer)
-    optimizer.load_state_dict(
-        {
-            **state["optimizer"],
-            "state": {
-                index: {
-                    name: shard_like(parameters[index], value)
-                    for name, value in moments.items()
-                }
-                for index, moments in state["optimizer"]["state"].items()
-            },
-        }
-    )
-    for name, part in parts.items():
-        if isinstance(part, GradientScaler):
-            part.load_progress(state[name])
-        elif part is not None:
-            part.load_state_dict(state[name])
-    device = next(iter(model.parameters())).device
-    _apply_random(state["random"], device, processes.rank)
-
-
-def save_run(  # noqa: PLR0913 (all that has a state)
-    path: str | Path,
-    own: dict[str, Any],
-    position: Position,
-    model: nn.Module,
-    optimizer: Optimizer,
-    parts: Parts,
-    processes: Processes,
-) -> None:
-    """Write a run to a file: its own data, its position in the data, its state.
-
-    All processes take part; the first one writes.
-    """
-    with processes.watching():
-        state = {
-            **own,
-            "processes": processes.count,
-            "position": processes.gather(position.state_dict()),
-            **collect_state(model, optimizer, parts, processes),
-        }
-        write_state(path, state, processes)
-
-
-def load_run(  # noqa: PLR0913 (all that has a state)
-    path: str | Path,
-    state: dict[str, Any],
-    needed: frozenset[str],
-    position: Position,
-    model: nn.Module,
-    optimizer: Optimizer,
-    parts: Parts,
-    processes: Processes,
-) -> None:
-    """Restore position and state from a file of `save_run`."""
-    missing = sorted(needed - state.keys())
-    if missing:
-        raise SnapshotError(
-            f"expected a whole run in {path}, got one without {missing[0]!r}."
-        )
-    apply_state(state, model, optimizer, parts, processes)
-    position.load_state_dict(
-        own_position(state["position"], processes.rank, processes.count),
-        share=state["processes"] / processes.count,
-    )
 
 
 def _kinds(parts: Parts) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Torch run: a loop over tensors, joined to autograd by one node; its byte budget."""
+"""Torch loop: a loop over tensors, joined to autograd by one node; its byte budget."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from recoup.backend.memory.storages import has_storage, storage_address
 from recoup.backend.state.snapshots import buffers_restored
 from recoup.engine.replay.call_state import Captures as Variables
 from recoup.engine.replay.recomputing import count_replay_seconds, recomputing
-from recoup.errors import CaptureError, UnsupportedError
+from recoup.errors import CaptureError, UnsupportedError, UsageError
 from recoup.loops.drive import Checkpoints, LoopPlan, LoopRun
 from recoup.loops.state_trees import flatten, unflatten
 from recoup.loops.steps import KindError, LoopStep
@@ -208,18 +208,20 @@ def _apart(leaves: list[Any]) -> list[Any]:
     return found
 
 
-def fit_torch_budget(
+def fit_schedule(
     step: LoopStep,
     state: Any,
     steps: int,
     budget_bytes: int,
-    captures: Sequence[Tensor] = (),
+    captures: Sequence[Tensor],
+    vjp: Any,
 ) -> Chunked:
     """Return the schedule for a budget, after running the first step once on a tape.
 
     Memory that autograd keeps for it is counted by unique storage, without captured
     tensors; its initial state counts, because the next step's tape keeps it too.
     """
+    del vjp  # refused by `run_loop`
     leaves, structure = flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     state_bytes = sum(map(tensor_bytes, tensors))
@@ -263,14 +265,23 @@ class _LoopNode(torch.autograd.Function):
         return (None, None, *ctx.run.backward(tensors, gradients))
 
 
-def run_torch(
-    step: LoopStep, initial_state: Any, plan: LoopPlan, captures: Sequence[Tensor] = ()
+def run_loop(
+    step: LoopStep,
+    initial_state: Any,
+    plan: LoopPlan,
+    captures: Sequence[Tensor],
+    vjp: Any,
 ) -> tuple[Any, Any, Checkpoints]:
     """Run a loop on tensors.
 
     Returns:
         The final state, the stacked outputs (None without), and the checkpoints.
     """
+    if vjp is not None:
+        raise UsageError(
+            "expected vjp= with plain NumPy functions only, got torch tensors, which "
+            "torch differentiates by itself; leave it out."
+        )
     refused = hooks_refused()
     if refused is not None:
         raise UnsupportedError(
