@@ -467,10 +467,9 @@ class Region(Counted):
         operators = len(program.operations if part is None else part[0])
         wanted = program.wanted if part is None else part[1]
         self.replayed_operators += operators
-        is_timed = self.accounts or SECONDS
-        start = perf_counter() if is_timed else 0.0
+        start = perf_counter()
         live = program.run(given=given, part=part)
-        if is_timed:
+        if self.accounts or SECONDS:
             self.count_run(operators, wanted, (), count_replay_seconds(start))
         if part is None:
             recall.take(wanted, live)
@@ -487,10 +486,9 @@ class Region(Counted):
         return (yield from self._recomputing(saved))
 
     def _recomputing(self, saved: Saved) -> Generator[Request, Tensor, Tensor]:
-        value = saved.value
+        value, task = saved.value, current_backward()
         if value.hold is not None and self.options.cache:
             return (yield from self._alone(saved))  # it may have changed since
-        task = current_backward()
         recall = self.recall
         if recall is None or not recall.serves(task):
             if task == -1 and not self.options.cache:
@@ -547,8 +545,9 @@ class Region(Counted):
             recall.take(program.wanted, live)
 
     def _uses_of(self) -> Uses:
+        is_open = "_recorder" in self.__dict__  # more operations are to come
         uses = self._uses or Uses(self.tape.operations)
-        self._uses = None if "_recorder" in self.__dict__ else uses  # more to come
+        self._uses = None if is_open else uses
         return uses
 
     def _watch_backward(self) -> None:
