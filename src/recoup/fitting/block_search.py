@@ -16,6 +16,7 @@ from recoup.core.compiled_plan import (
     BlockPartition,
     BlockStep,
     CompiledPlan,
+    MeasuredKind,
     SavedSet,
 )
 from recoup.core.graph import Graph
@@ -396,6 +397,16 @@ class BlockSearch:
         known = [[o for o in kind.options if o.is_measured] for kind in self.kinds]
         pairs = zip(step.frames, least_peak(step, known), strict=True)
         return step.peak_bytes([known[frame.kind][n] for frame, n in pairs])
+
+    def captured_kinds(self) -> tuple[MeasuredKind, ...]:
+        """Return the kinds that can be compiled, with what is known of their sets."""
+        found: list[MeasuredKind] = []
+        for kind in self.kinds:
+            blocks = tuple(n for n, k in self.kind_of.items() if k == kind.number)
+            options = tuple(kind.options[: len(kind.sets)])
+            if options:
+                found.append(MeasuredKind(type(kind.block).__name__, blocks, options))
+        return tuple(found)
 
     def frontier(self, step: BlockStep, points: int) -> tuple[CompiledPlan, ...]:
         """Return plans of known options, from the smallest peak to the fastest."""

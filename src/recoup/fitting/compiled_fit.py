@@ -6,7 +6,8 @@ by dynamic programming, compile and measure the choice, check it on a real step.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from recoup.core.compiled_plan import (
     BlockOption,
     BlockStep,
     CompiledPlan,
+    CompiledStep,
 )
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan, plan_for_step
@@ -297,16 +299,57 @@ def compiled_frontier(
 
     Peaks and times are predicted; one option of each kind of block is compiled.
     """
+    with _captured(step, executor, graph, None) as search:
+        return search.frontier(search.reference(), points)
+
+
+def compiled_step(
+    step: TrainingStep,
+    *,
+    executor: Executor,
+    graph: Graph,
+    blocks: Sequence[str] | None = None,
+) -> CompiledStep:
+    """Measure the step with compiled blocks: at its smallest, and at its fastest.
+
+    Raises:
+        InfeasibleError: The device has too little memory for any choice.
+    """
+    with _captured(step, executor, graph, blocks) as search:
+        reference = search.reference()
+        least = search.settle(reference, 0)
+        assert isinstance(least, Infeasible), "no step takes no memory"
+        free = free_bytes(step.device)
+        choice = search.settle(reference, free)
+        if isinstance(choice, Infeasible):
+            raise _infeasible(free, choice.needed_bytes)
+        assert search.marks is not None, "the accepted choice ran"
+        return CompiledStep(
+            executor=executor,
+            graph=graph,
+            peak_bytes=search.marks.peak_bytes,
+            seconds=pace_of(step).seconds,
+            floor_bytes=least.needed_bytes,
+            kinds=search.captured_kinds(),
+            eager=search.eager,
+        )
+
+
+@contextmanager
+def _captured(
+    step: TrainingStep, executor: Executor, graph: Graph, blocks: Sequence[str] | None
+) -> Generator[BlockSearch]:
+    """Capture the blocks of a step without a budget; take all off at the end."""
     model = step.model
     _refuse_sharded(model, executor)
-    found = _blocks_at(model, best_names(model, graph))
+    found = _blocks_at(model, blocks or best_names(model, graph))
     search = BlockSearch(step, executor, lambda _: None, PlainStep(0, 0.0, graph), None)
     try:
         with cut(step, Cuts(tuple(found))):
             calls = sample_calls(step, found)
         search.capture(calls, found)
-        del calls
-        return search.frontier(search.reference(), points)
+        del calls  # its tensors would count in the peaks that follow
+        yield search
     finally:
         search.take_off()
 
