@@ -347,6 +347,32 @@ def measure_sharded(rank: int, rows: list[int], activations: list[Any]) -> Any:
     return step.peak_bytes, step.floor_bytes, step.kinds
 
 
+def fit_at_the_floor(rank: int) -> Any:
+    """Ask for too little, then for what was named; return both, and what is bitwise."""
+    del rank
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, twin = (sharded(blocks(), mesh) for _ in range(2))
+    with pytest.raises(recoup.errors.InfeasibleError) as refused:
+        recoup.fit(model, batch(), 1000, loss=mean_square, compile="exact")
+    floor: int = refused.value.floor_bytes
+    asked = floor + 2 * BYTES_OF_A_BLOCK
+    _, report = recoup.fit(model, batch(), asked, loss=mean_square, compile="exact")
+    for each in (model, twin):
+        mean_square(each(batch())).backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    equal = [torch.equal(local(one.grad), local(other.grad)) for one, other in pairs]
+    return floor, report.measured_peak_bytes <= asked, equal
+
+
+@pytest.mark.slow
+def test_a_budget_that_sharded_blocks_cannot_meet_is_refused_and_leaves_them(tmp_path):
+    first, second = together(fit_at_the_floor, tmp_path)
+    assert not isinstance(first, str), first
+    assert first == second
+    assert first[1]
+    assert all(first[2])
+
+
 def fit_compiled_by_user(rank: int, *, is_sharded_first: bool) -> tuple[bool, ...]:
     """Fit a model whose blocks the user compiled; return what is bitwise its twin's."""
     del rank
