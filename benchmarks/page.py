@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.journal import is_infeasible, is_result
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
@@ -126,9 +128,13 @@ def _cost(row: Row | None, ms_digits: int) -> str:
     if row is None:
         return "not run"
     if row.get("ms") is None:
-        (needed,) = re.findall(r"need (?:about )?([0-9.]+ GiB)", row["remark"]) or [""]
-        return f"infeasible{f': {needed}' if needed else ''}"
+        return _infeasible(row)
     return f"{row['ms']:.{ms_digits}f} ms, {row['peak GiB']:.2f} GiB"
+
+
+def _infeasible(row: Row) -> str:
+    (needed,) = re.findall(r"need (?:about )?([0-9.]+ GiB)", row["remark"]) or [""]
+    return f"infeasible{f': {needed}' if needed else ''}"
 
 
 FITTED = {
@@ -242,7 +248,135 @@ def by_hand() -> str:
     return table([*headings, "host µs per operator (CPU)", "(CUDA)"], rows())
 
 
+CAMPAIGN = "campaign_nvidia-h200"
+CAMPAIGN_MODELS = {
+    "llama": "Llama 1.1B, 4 x 2048 tokens",
+    "qwen3-moe": "Qwen3-MoE, 4 x 2048",
+    "t5": "T5-large, 16 x 512",
+    "whisper": "Whisper-medium, 8 x 1500 frames",
+    "lora": "LoRA on Llama 7B, 2 x 2048",
+    "swin": "Swin-B, 128 images",
+    "convnext": "ConvNeXt-L, 96 images",
+    "maxvit": "MaxViT-T, 96 images",
+    "vit": "ViT-L (timm), 128 images",
+    "resnext": "ResNeXt-101, 128 images",
+    "gpt": "GPT, ours",
+    "u-net": "U-Net, ours",
+    "resnet-152": "ResNet-152, ours",
+}
+BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
+PEAK_SHARES = ("90%", "75%", "60%", "50%", "40%")
+
+
+class Campaign:
+    """The rows that many runs measured, each compared with one of the same run."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    @classmethod
+    def known(cls) -> "Campaign":
+        return cls(rows_of(CAMPAIGN) if (RESULTS / f"{CAMPAIGN}.json").exists() else ())
+
+    def knobs(self) -> str:
+        def cell(model: str, budget: float) -> str:
+            theirs = f"torch knob {budget}"
+            ours, other = self._pair(model, f"fit (inductor) at {theirs}", theirs)
+            if not ours and "failed" in (
+                failed := self._pair(model, theirs, theirs)[0]
+            ):
+                return f"torch: {failed['failed']}"
+            return _slower(ours, other) + _peak(other)
+
+        heading = 'time of `fit(compile="inductor")` at the measured peak of budget'
+        return self._table([heading, *(f"{b:g}" for b in BUDGETS)], cell, BUDGETS)
+
+    def shares(self) -> str:
+        def cell(model: str, share: str) -> str:
+            return _slower(*self._pair(model, f"fit (inductor) at {share}", "eager"))
+
+        heading = 'time of `fit(compile="inductor")` against the plain step, budget'
+        return self._table([heading, *PEAK_SHARES], cell, PEAK_SHARES)
+
+    def own(self) -> str:
+        def cell(model: str, contender: str) -> str:
+            ours, own = self._pair(model, contender, "own checkpointing")
+            if not own:
+                return "not run"
+            if contender == "own checkpointing":
+                return f"{own['ms']:.0f} ms{_peak(own)}, host {own['host ms']:.0f} ms"
+            host = f", host {ours['host ms']:.0f} ms" if "host ms" in ours else ""
+            return _slower(ours, own) + host
+
+        headings = ["", "its own checkpointing", "`fit` at that peak"]
+        headings.append('`fit(compile="exact")`')
+        names = ("eager", "exact")
+        fits = (f"fit ({name}) at own checkpointing" for name in names)
+        return self._table(headings, cell, ("own checkpointing", *fits))
+
+    def predictions(self) -> str:
+        def cell(model: str, what: str) -> str:
+            rows = [
+                row
+                for row in self.rows
+                if row["model"] == model and "predicted ms" in row and "ms" in row
+            ]
+            if not rows:
+                return "not run"
+            if what == "rows":
+                return str(len(rows))
+            if what == "above":
+                return str(sum(r["peak bytes"] > r["budget bytes"] for r in rows))
+            measured, predicted = what, what.replace("peak", "predicted")
+            predicted = "predicted ms" if what == "ms" else predicted
+            errors = [100 * (row[predicted] / row[measured] - 1) for row in rows]
+            return f"{max(errors, key=abs):+.1f} %"
+
+        headings = ["", "largest error of the predicted peak", "of the predicted time"]
+        headings += ["peaks above the budget", "fits"]
+        return self._table(headings, cell, ("peak bytes", "ms", "above", "rows"))
+
+    def _table(
+        self, headings: Sequence[str], cell: Callable[..., str], columns: Sequence[Any]
+    ) -> str:
+        def rows() -> Iterator[list[str]]:
+            for model, words in CAMPAIGN_MODELS.items():
+                yield [words, *(cell(model, column) for column in columns)]
+
+        return table(headings, rows())
+
+    def _pair(self, model: str, ours: str, theirs: str) -> tuple[Row, Row]:
+        """Return both rows of the last run that has them; empty: none has."""
+        runs: dict[str, dict[str, Row]] = {}
+        for row in self.rows:
+            if row["model"] == model:
+                runs.setdefault(row["run"], {})[row["contender"]] = row
+        for _, found in sorted(runs.items(), reverse=True):
+            pair = found.get(ours, {}), found.get(theirs, {})
+            if all(is_result(row) for row in pair):
+                return pair
+        return {}, {}
+
+
+def _slower(ours: Row, theirs: Row) -> str:
+    if not ours:
+        return "not run"
+    if is_infeasible(ours):
+        return _infeasible(ours)
+    if "failed" in ours:
+        return f"fails: {ours['failed']}"
+    return f"{100 * (ours['ms'] / theirs['ms'] - 1):+.1f} %"
+
+
+def _peak(row: Row) -> str:
+    return f", {row['peak GiB']:.1f} GiB" if row else ""
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "campaign-knobs": lambda: Campaign.known().knobs(),
+    "campaign-shares": lambda: Campaign.known().shares(),
+    "campaign-own": lambda: Campaign.known().own(),
+    "campaign-predictions": lambda: Campaign.known().predictions(),
     "trainer": trainer,
     "uncompiled": lambda: costs(ECOSYSTEM, {**MODELS, **VISION}, UNCOMPILED),
     "in-turns": lambda: costs(IN_TURNS, TURNS, CONTENDERS, ms_digits=1),

@@ -7,22 +7,28 @@ eager peak. Every contender is prepared once (compiled or fitted) and its peak m
 then all of them are timed in turns: a round runs each for some steps. Models have
 random weights; nothing is downloaded.
 
-With `--lock FILE` several processes may work on different models: all of them compile
-at once, for torch's budgets and inside `fit`, but one at a time measures. Contenders
-that are not prepared `--limit` seconds after the start are left out, and no round
-begins after `--end`: rows are written with the rounds that ran. `--compile-only`
-fills the compiler's caches for torch's budgets, beside a process that needs them.
+Each model has its own process. All of them compile at once, for torch's budgets and
+inside `fit`, but one at a time measures, and rounds begin when none compiles any more.
+Contenders that are not prepared `--limit` seconds after the start are left out, and no
+round begins after `--end`. A row is appended to `rows.jsonl` in `--out` when its peak
+is measured, and again after each round: a run that is killed loses nothing that it
+measured. `python -m benchmarks.journal` joins the rows of many runs; with `--missing`
+cells that it has are left out. On a CPU, and with `--small`, models are tiny.
 
-    python -m benchmarks.cases.ecosystem --models llama,t5 --limit 240
+    python -m benchmarks.cases.ecosystem --models llama,t5 --limit 400 --end 560
 """
 
 import argparse
 import fcntl
 import gc
+import os
 import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,13 +42,14 @@ import recoup
 from benchmarks.ecosystem import CASES, build
 from benchmarks.harness import (
     Row,
-    Table,
+    describe_machine,
     device_at_hand,
     mark,
     numbers,
     parsed,
     synchronize,
 )
+from benchmarks.journal import THEME, Journal, hardware, is_infeasible, rows_in
 from benchmarks.zoo.peers import Compiled
 from recoup.backend.memory.meters import interval_meter
 from recoup.engine.applied.model_blocks import block_names, repeated_names
@@ -87,11 +94,32 @@ class Turns:
 
     Args:
         path: The file that is locked; None: there are no others.
+        ends: When preparation ends, in seconds since the start.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, ends: float) -> None:
+        self._ends = ends
         self._file = None if path is None else path.open("w")
+        self._preparing = None if path is None else path.with_suffix(".2").open("w")
         self._holds = False
+        if self._preparing is not None:
+            fcntl.flock(self._preparing, fcntl.LOCK_SH)
+
+    def wait_for_others(self, until: float) -> bool:
+        """Return whether all processes are prepared; wait for them until a time."""
+        if self._preparing is None:
+            return True
+        fcntl.flock(self._preparing, fcntl.LOCK_UN)
+        while True:
+            try:
+                fcntl.flock(self._preparing, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if seconds_since_start() > until:
+                    return False
+                time.sleep(0.1)
+            else:
+                fcntl.flock(self._preparing, fcntl.LOCK_UN)
+                return True
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -116,7 +144,12 @@ class Turns:
 
     def _take(self) -> None:
         if self._file is not None:
+            # The time limit of a contender does not count the wait for others.
+            left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
             fcntl.flock(self._file, fcntl.LOCK_EX)
+            if left:
+                left = min(left, self._ends - seconds_since_start())
+                signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
         self._holds = True
 
     def _give(self) -> None:
@@ -157,7 +190,9 @@ class Contender:
         active: Puts it on the model.
         peak_bytes: The measured peak of a step.
         seconds: How long it took to prepare: to compile, to fit.
+        predicted: What `fit` predicted for it, and for which budget.
         remark: What else is known of it, or why it cannot run.
+        failed: The error that shows that it cannot.
         times: For each round the time of a step, and the host's part.
     """
 
@@ -165,34 +200,43 @@ class Contender:
     active: Active | None = None
     peak_bytes: int = 0
     seconds: float = 0.0
+    predicted: Row = field(default_factory=dict[str, Any])
     remark: str = ""
+    failed: str = ""
     times: list[tuple[float, float]] = field(default_factory=list)
 
     def row(self) -> Row:
-        row: dict[str, Any] = {"prepared s": round(self.seconds, 1)}
+        row: dict[str, Any] = {}
         if self.times:
             steps, hosts = zip(*self.times, strict=True)
-            row = {
-                "ms": round(1e3 * statistics.median(steps), 1),
-                "least ms": round(1e3 * min(steps), 1),
-                "most ms": round(1e3 * max(steps), 1),
-                "peak GiB": round(self.peak_bytes / 2**30, 3),
-                "host ms": round(1e3 * statistics.median(hosts), 1),
-                "peak bytes": self.peak_bytes,
-                **row,
+            row |= {
+                "ms": round(1e3 * statistics.median(steps), 3),
+                "least ms": round(1e3 * min(steps), 3),
+                "most ms": round(1e3 * max(steps), 3),
+                "host ms": round(1e3 * statistics.median(hosts), 3),
+                "rounds": len(self.times),
             }
+        if self.peak_bytes:
+            row |= {
+                "peak GiB": round(self.peak_bytes / 2**30, 3),
+                "peak bytes": self.peak_bytes,
+            }
+        row |= {"prepared s": round(self.seconds, 1), **self.predicted}
+        if self.failed:
+            row["failed"] = self.failed
         return row | {"remark": self.remark}
 
 
 class Bench:
     """One model on the device, and how its step is measured."""
 
-    def __init__(self, name: str, device: torch.device, *, steps: int) -> None:
-        large = device.type != "cpu"
+    def __init__(
+        self, name: str, device: torch.device, *, steps: int, large: bool
+    ) -> None:
         self.case = build(name, device, large=large)
         self.model = self.case.model
         self.device = device
-        self.steps = steps if large else 2
+        self.steps = steps
         self.blocks = repeated_names(self.model, block_names(self.model))
 
     def step(self) -> None:
@@ -257,19 +301,18 @@ def per_block(bench: Bench) -> Iterator[None]:
             recoup.uncheckpoint_module(bench.model.get_submodule(name))
 
 
-def knob(bench: Bench, budget: float, limit: float) -> Active:
+def knob(bench: Bench, budget: float) -> Active:
     """Compile each block by itself with torch's own budget."""
     compiled = Compiled(bench.model, budget)
     try:
-        with time_limit(limit), compiled(bench.model):
+        with compiled(bench.model):
             bench.step()
-    except Exception as error:  # noqa: BLE001 (it fails again when it is measured)
-        print(f"  torch knob {budget}: {type(error).__name__}", flush=True)
-    bench.release()
+    finally:
+        bench.release()
     return lambda: compiled(bench.model)
 
 
-def fitted(bench: Bench, budget: int, executor: Any) -> tuple[str, Active]:
+def fitted(bench: Bench, budget: int, executor: Any) -> tuple[str, Row, Active]:
     """Fit once; afterwards the plan is put on and taken off."""
     case = bench.case
     batch = case.inputs if case.target is None else (case.inputs, case.target)
@@ -282,17 +325,18 @@ def fitted(bench: Bench, budget: int, executor: Any) -> tuple[str, Active]:
         compile=False if executor == "eager" else executor,
     )
     report.remove()
-    text = (
-        f"predicted {report.predicted_peak_bytes / 2**30:.2f} GiB "
-        f"{1e3 * report.predicted_seconds:.0f} ms"
-    )
-    plan = report.plan
+    predicted = {
+        "budget bytes": budget,
+        "predicted bytes": report.predicted_peak_bytes,
+        "predicted ms": round(1e3 * report.predicted_seconds, 3),
+    }
+    text, plan = "", report.plan
     if isinstance(report, CompiledFit):
-        text += f", gradients {report.difference:.1e} (eager twice {report.noise:.1e})"
+        text += f"gradients {report.difference:.1e} (eager twice {report.noise:.1e})"
         text += ", other random numbers" if report.draws_otherwise else ""
         text += f", {len(report.eager)} blocks not compiled" if report.eager else ""
     else:
-        text += f", {plan.regions} regions, {plan.repeated_calls} of them called again"
+        text += f"{plan.regions} regions, {plan.repeated_calls} of them called again"
 
     @contextmanager
     def active() -> Iterator[None]:
@@ -306,83 +350,102 @@ def fitted(bench: Bench, budget: int, executor: Any) -> tuple[str, Active]:
         finally:
             applied.remove()
 
-    return text, active
+    return text, predicted, active
 
 
 class Comparison:
-    """All contenders of one model."""
+    """All contenders of one model.
+
+    Args:
+        name: The model.
+        device: Where it runs.
+        options: Those of the command line.
+        write: Takes the rows that are new, or more than they were.
+    """
 
     def __init__(
-        self, name: str, device: torch.device, options: argparse.Namespace
+        self,
+        name: str,
+        device: torch.device,
+        options: argparse.Namespace,
+        write: Callable[[Iterable[Row]], None],
     ) -> None:
-        self._options = options
-        self._turns = Turns(options.lock)
-        self.bench = Bench(name, device, steps=options.steps)
+        self._name, self._options, self._write = name, options, write
+        self._turns = Turns(options.lock, options.limit)
+        self.bench = Bench(name, device, steps=options.steps, large=not options.small)
         self.contenders: list[Contender] = []
 
-    def measure(self) -> Iterator[tuple[str, Row]]:
-        """Prepare every contender, time all of them in turns; yield their rows."""
+    def measure(self) -> None:
+        """Prepare every contender, then time all of them in turns; write their rows."""
         options = self._options
-        knobs = {
-            f"torch knob {share}": knob(self.bench, share, self._left(options.limit))
-            for share in options.knobs
-        }
-        if options.compile_only:
-            return
         with self._turns.held(), compiling_beside(self._turns):
-            self._prepare_all(knobs)
+            self._prepare_all()
+        if not self._turns.wait_for_others((options.limit + options.end) / 2):
+            print(f"{self._name}: timed while others compile", flush=True)
         for _ in range(options.rounds):
             with self._turns.held():
                 if not self._left(options.end):
                     break
                 self._run_round()
-        for contender in self.contenders:
-            yield contender.name, contender.row()
+            self._write(self._row(each) for each in self.contenders if each.times)
+
+    def _row(self, contender: Contender) -> Row:
+        names = {"model": self._name, "contender": contender.name}
+        return {**names, **contender.row()}
 
     def _left(self, end: float) -> float:
         """Return the seconds that are left to prepare a contender."""
         return min(self._options.row_limit, max(end - seconds_since_start(), 0.0))
 
-    def _prepare_all(self, knobs: Mapping[str, Active]) -> None:
+    def _prepare_all(self) -> None:
         options, bench = self._options, self.bench
-        eager = self._prepare("eager", lambda: ("", nullcontext))
+        eager = self._prepare("eager", lambda: ("", {}, nullcontext))
         switch = partial(own_checkpointing, bench)
-        own = self._prepare("own checkpointing", lambda: ("", switch))
+        own = self._prepare("own checkpointing", lambda: ("", {}, switch))
         if options.regions:
             regions = partial(per_block, bench)
-            self._prepare("recoup, a region per block", lambda: ("", regions))
+            self._prepare("recoup, a region per block", lambda: ("", {}, regions))
         for executor in options.own:
             self._fit(f"fit ({executor}) at own checkpointing", own, executor)
-        for name, active in knobs.items():
-            found = self._prepare(name, lambda active=active: ("", active))
-            if "inductor" in options.executors:
-                self._fit(f"fit (inductor) at {name}", found, "inductor")
+        for share in options.knobs:
+            found = self._prepare(f"torch knob {share}", partial(self._knob, share))
+            for executor in options.executors:
+                self._fit(f"fit ({executor}) at torch knob {share}", found, executor)
         for share in options.shares:
             asked = Contender("", peak_bytes=int(share * eager.peak_bytes))
             for executor in options.executors:
                 self._fit(f"fit ({executor}) at {share:.0%}", asked, executor)
+
+    def _knob(self, share: float) -> tuple[str, Row, Active]:
+        with self._turns.given():
+            return "", {}, knob(self.bench, share)
 
     def _fit(self, name: str, at: Contender, executor: str) -> None:
         if at.peak_bytes:
             self._prepare(name, lambda: fitted(self.bench, at.peak_bytes, executor))
 
     def _prepare(
-        self, name: str, prepare: Callable[[], tuple[str, Active]]
+        self, name: str, prepare: Callable[[], tuple[str, Row, Active]]
     ) -> Contender:
         contender = Contender(name)
+        if not self._left(self._options.limit):
+            print(f"{self._name}, {name}: no time left", flush=True)
+            return contender
         self.contenders.append(contender)
         begun = time.perf_counter()
         try:
             with time_limit(self._left(self._options.limit)):
-                contender.remark, active = prepare()
-                with active():
+                contender.remark, contender.predicted, contender.active = prepare()
+                with contender.active():
                     contender.peak_bytes = self.bench.peak_bytes()
-            contender.active = active
         except Exception as error:  # noqa: BLE001 (a row of its own)
+            contender.active = None
             contender.remark = f"{type(error).__name__}: {error!s:.200}"
+            if OutOfTimeError.__name__ not in contender.remark:  # the compiler wraps it
+                contender.failed = type(error).__name__
         contender.seconds = time.perf_counter() - begun
         self.bench.release()
-        print(f"  {name}: {contender.peak_bytes} bytes, {contender.row()}", flush=True)
+        self._write([self._row(contender)])
         return contender
 
     def _run_round(self) -> None:
@@ -393,7 +456,52 @@ class Comparison:
                 self.bench.release()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def without_known(
+    model: str, options: argparse.Namespace, folder: Path, device: torch.device
+) -> None:
+    """Leave out the cells of a model that the joined file has."""
+    path = folder / f"{THEME}_{hardware(describe_machine(device))}.json"
+    rows = rows_in(path)[1] if path.exists() else []
+    known = {
+        row["contender"]
+        for row in rows
+        if row["model"] == model and ("ms" in row or is_infeasible(row))
+    }
+
+    def are_known(at: str) -> bool:
+        return all(f"fit ({e}) at {at}" in known for e in options.executors)
+
+    options.own = [
+        e for e in options.own if f"fit ({e}) at own checkpointing" not in known
+    ]
+    options.knobs = [k for k in options.knobs if not are_known(f"torch knob {k}")]
+    options.shares = [s for s in options.shares if not are_known(f"{s:.0%}")]
+
+
+def run_each(models: Sequence[str], given: Sequence[str]) -> int:
+    """Run each model in a process of its own, all at once; return the first failure."""
+    threads = max(1, (os.cpu_count() or 1) // len(models) - 1)
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.cases.ecosystem", *given]
+        command += ["--lock", f"{folder}/turns", "--models"]
+        workers = [subprocess.Popen([*command, m], env=environment) for m in models]
+        try:
+            return max(worker.wait() for worker in workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+
+
+def head() -> str:
+    """Return the commit of the working tree, with a plus if it was changed."""
+    git = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    said = subprocess.run(git, capture_output=True, text=True, check=False)
+    return said.stdout.strip() or "unknown"
+
+
+def options_of(given: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--own", default="eager,exact", help="at the own peak")
@@ -409,28 +517,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--end", type=float, default=1e6, help="no round begins after: seconds"
     )
-    parser.add_argument("--compile-only", action="store_true", help="for torch's knobs")
     parser.add_argument(
         "--row-limit", type=float, default=240, help="seconds to prepare a contender"
     )
     parser.add_argument("--lock", type=Path, help="shared with other processes")
-    options = parsed(parser, arguments)
+    parser.add_argument("--small", action="store_true", help="tiny models")
+    parser.add_argument("--missing", type=Path, help="leave out the results in here")
+    parser.add_argument("--commit", help="of this tree, where git is not there")
+    options = parsed(parser, given)
+    models = options.models.split(",")
+    if unknown := [name for name in models if name not in CASES]:
+        parser.error(f"expected models of {', '.join(CASES)}, got {unknown}")
+    options.models = models
     for name in ("own", "executors"):
         values = getattr(options, name).split(",")
         setattr(options, name, [value for value in values if value])
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = options_of(given)
+    models = options.models
+    if len(models) > 1:
+        commit = options.commit or head()
+        sys.exit(run_each(models, [*given, "--commit", commit]))
     device = device_at_hand()
-    settings = {
-        "steps in a row": options.steps,
-        "rounds": options.rounds,
-        "dtype": "bfloat16 on a GPU",
-    }
-    table = Table("ecosystem", device, settings, options.out, float("inf"))
-    for name in options.models.split(","):
-        if any(row["model"] == name for row in table.rows):
-            continue  # measured today, with the same settings
-        for contender, row in Comparison(name, device, options).measure():
-            table.row(name, contender, lambda row=row: row)
-        gc.collect()
+    if device.type == "cpu":
+        options.small, options.steps = True, 2
+    if options.missing is not None:
+        without_known(models[0], options, options.missing, device)
+        if not (options.own or options.knobs or options.shares):
+            return
+    facts = {"commit": options.commit or head(), "steps in a row": options.steps}
+    machine = describe_machine(device)
+    journal = Journal(options.out / "rows.jsonl", machine, facts)
+
+    def write(rows: Iterable[Row]) -> None:
+        new = list(rows)
+        journal.write(new)
+        for row in new:
+            cost = f"{row.get('ms', '-')} ms, {row.get('peak GiB', '-')} GiB"
+            print(row["model"], row["contender"], cost, row["remark"], flush=True)
+
+    Comparison(models[0], device, options, write).measure()
 
 
 if __name__ == "__main__":

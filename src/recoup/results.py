@@ -1,6 +1,6 @@
 """The result types of recoup's calls."""
 
-from recoup.core.compiled_plan import CompiledPlan
+from recoup.core.compiled_plan import CompiledPlan, CompiledStep, MeasuredKind
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan
 from recoup.engine.tiers.account import Usage
@@ -18,8 +18,10 @@ __all__ = [
     "ComparisonRow",
     "CompiledFit",
     "CompiledPlan",
+    "CompiledStep",
     "Fit",
     "Graph",
+    "MeasuredKind",
     "Plan",
     "RangeReport",
     "RangeRow",

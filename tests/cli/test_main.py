@@ -424,6 +424,22 @@ def test_frontier_of_compiled_blocks(steps, capsys):
     assert "With blocks compiled (exact), the step" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
+def test_measure_of_compiled_blocks_names_the_budgets_that_fit_meets(steps, capsys):
+    asked = ["measure", f"{steps}:named", "--compile", "exact"]
+    assert run([*asked, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["executor"] == "exact"
+    assert [name for kind in said["kinds"] for name in kind["blocks"]] == list("0123")
+    assert all(kind["options"] for kind in said["kinds"])
+    floor = ["--budget", str(said["floor_bytes"]), "--compile", "exact", "--json"]
+    assert run(["fit", f"{steps}:named", *floor]) == 0
+    fitted = json.loads(capsys.readouterr().out)
+    assert fitted["measured_peak_bytes"] == said["floor_bytes"] < said["peak_bytes"]
+    assert run(asked) == 0
+    assert "With blocks compiled (exact), the step" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("function", ["make", "own_step"])
 def test_compare_measures_every_contender_on_the_same_step(steps, capsys, function):
     budgets = ["--budget", "80%", "--budget", "1KiB"]
@@ -655,6 +671,13 @@ WRONG = [
         ["frontier", "steps.py:make", "--compile", "exact", "--dry"],
         USAGE,
         "without --dry",
+    ),
+    (["measure", "steps.py:make", "--compile", "auto"], USAGE, "exact or inductor"),
+    (["measure", "steps.py:make", "--compile", "exact", "--dry"], USAGE, "run here"),
+    (
+        ["measure", "steps.py:make", "--compile", "exact", "--budget", "1GiB"],
+        USAGE,
+        "without --dry, --budget",
     ),
     (["measure", "steps.py:looks", "--dry"], FAILED, "depend on tensor contents"),
     (["measure", "steps.py:raises", "--dry"], TARGET, "the data is not there"),

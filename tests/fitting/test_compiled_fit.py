@@ -706,6 +706,48 @@ class TestFrontier:
             recoup.frontier(graph, compile="exact")
 
 
+class TestMeasured:
+    def test_its_peaks_are_those_of_the_smallest_and_of_the_unbounded_fit(self):
+        model, batch = stack(lambda: Layer(dropout=0)), tokens()
+        step = recoup.measure(model, batch, loss=torch.sum, compile="exact")
+        assert not compiled_blocks_in(model)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        floor, highest = step.floor_bytes, step.peak_bytes
+        for budget, peak in ((floor, floor), (1 << 30, highest)):
+            report = fitted(model, batch, budget)
+            assert report.measured_peak_bytes == peak
+            report.remove()
+        assert step.floor_bytes < step.peak_bytes
+        eager = recoup.measure(model, batch, loss=torch.sum)
+        assert step.graph.saved_bytes == eager.saved_bytes
+
+    def test_each_block_is_a_captured_one_or_has_a_reason(self):
+        model = nn.Sequential(*stack(Perceptron), Branching(), Branching())
+        step = recoup.measure(model, tokens(), loss=torch.sum, compile="exact")
+        captured = [name for kind in step.kinds for name in kind.blocks]
+        assert sorted([*captured, *step.eager]) == [str(n) for n in range(6)]
+        assert set(step.eager) == {"4", "5"}
+        for kind in step.kinds:
+            held = [option.held_bytes for option in kind.options]
+            assert held == sorted(held, reverse=True)
+            assert any(option.is_measured for option in kind.options)
+
+    def test_peaks_predicted_for_partitions_are_those_of_the_step_with_them(self):
+        model, batch = stack(lambda: Layer(dropout=0)), tokens()
+        step = recoup.measure(model, batch, loss=torch.sum, compile="exact")
+        plans = recoup.frontier(model, batch, loss=torch.sum, points=9, compile="exact")
+        held = {option.held_bytes for kind in step.kinds for option in kind.options}
+        assert {block.held_bytes for plan in plans for block in plan.blocks} <= held
+        assert step.peak_bytes == max(plan.peak_bytes for plan in plans)
+        assert step.floor_bytes == min(plan.peak_bytes for plan in plans)
+
+    def test_compiled_blocks_are_not_measured_dry_nor_by_the_fastest_executor(self):
+        asked: Any = recoup.measure
+        for given in ({"compile": "exact", "dry": True}, {"compile": "auto"}):
+            with pytest.raises(UsageError, match="expected compile= one of"):
+                asked(stack(Perceptron), tokens(), loss=torch.sum, **given)
+
+
 class TestFeasibility:
     """compile= is feasible wherever compile=False is."""
 

@@ -4,6 +4,7 @@
 # pyright: reportOptionalMemberAccess=false, reportPrivateImportUsage=false
 # pyright: reportArgumentType=false
 
+import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ import recoup
 from recoup.backend.memory.meters import interval_meter
 from recoup.core.compiled_plan import CompiledPlan
 from recoup.errors import UnsupportedError
+from recoup.measurement.timing.block_bench import BlockBench
 from tests.support.odd_models import mean_square
 from tests.support.processes import together
 
@@ -55,10 +57,10 @@ def batch() -> Tensor:
     return torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
 
 
-def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+def sharded(model: nn.Sequential, mesh: DeviceMesh, **options: Any) -> nn.Sequential:
     for block in model:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)  # type: ignore[return-value]
 
 
 def local(tensor: Any) -> Tensor:
@@ -258,10 +260,197 @@ def test_compressed_sparse_matrices_work():
         assert torch.equal(one.grad, other.grad)
 
 
-def test_compiled_blocks_of_a_sharded_model_are_refused_in_one_sentence(mesh):
-    model = sharded(blocks(), mesh)
-    with pytest.raises(UnsupportedError, match="compile='exact' needs whole"):
-        recoup.fit(model, batch(), 0.9, loss=mean_square, compile="exact")
+BYTES_OF_A_BLOCK = 33664
+"""Of its parameters: gloo frees what it exchanges in a thread of its own, so that a
+step may hold those of up to two blocks more than another."""
+
+
+def disturb_times(rank: int) -> None:
+    """Let this process measure other times than the others."""
+    times = random.Random(rank)
+    seconds = BlockBench.seconds
+
+    def disturbed(*args: Any, **options: Any) -> list[float]:
+        return [times.random() * each for each in seconds(*args, **options)]
+
+    BlockBench.seconds = disturbed
+
+
+def fit_sharded(rank: int, share: float, dtype: torch.dtype) -> Any:
+    """Fit compiled blocks of a sharded model in a process, and train it.
+
+    Returns the plan, whether losses, gradients and parameters are bitwise those of a
+    sharded twin without recoup, the difference that was reported, and bytes: predicted,
+    measured, and of the budget.
+    """
+    disturb_times(rank)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(dtype, torch.float32)
+    models = [sharded(blocks(), mesh, mp_policy=policy) for _ in range(2)]
+    generator = torch.Generator().manual_seed(rank)
+    report: Any
+    _, report = recoup.fit(models[0], batch(), share, loss=mean_square, compile="exact")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    equal: list[bool] = []
+    for _ in range(3):
+        x = torch.randn(256, 32, generator=generator)
+        losses: list[Tensor] = []
+        for each, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(mean_square(each(x)))
+            losses[-1].backward()
+            optimizer.step()
+        equal.append(torch.equal(*losses))
+        for one, other in zip(*(each.parameters() for each in models), strict=True):
+            equal.append(torch.equal(local(one.grad), local(other.grad)))
+            equal.append(torch.equal(local(one), local(other)))
+    report.remove()
+    return (
+        report.plan,
+        all(equal),
+        report.difference,
+        report.predicted_peak_bytes,
+        report.measured_peak_bytes,
+        report.budget_bytes,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("share", "count"), [(0.9, 2), (0.6, 2), (0.7, 1)])
+def test_compiled_blocks_of_a_sharded_model_are_bitwise_and_within_the_budget(
+    tmp_path, share, count, dtype
+):
+    answers = together(fit_sharded, tmp_path, share, dtype, count=count)
+    for answer in answers:
+        assert not isinstance(answer, str), answer
+        plan, is_bitwise, difference, predicted, measured, budget = answer
+        assert plan == answers[0][0], "one plan, whatever the processes measure"
+        assert len(plan.blocks) == 5
+        assert all(block.digest for block in plan.blocks)
+        assert is_bitwise
+        assert difference == 0
+        assert measured <= budget
+        assert abs(measured - predicted) <= 2 * BYTES_OF_A_BLOCK
+
+
+def measure_sharded(rank: int, rows: list[int], activations: list[Any]) -> Any:
+    """Measure compiled blocks of a sharded model in a process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = blocks()
+    for block in model:
+        block.register_module("2", activations[rank]())
+    step = recoup.measure(
+        sharded(model, mesh), batch()[: rows[rank]], loss=mean_square, compile="exact"
+    )
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return step.peak_bytes, step.floor_bytes, step.kinds
+
+
+def fit_at_the_floor(rank: int) -> Any:
+    """Ask for too little, then for what was named; return both, and what is bitwise."""
+    del rank
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, twin = (sharded(blocks(), mesh) for _ in range(2))
+    with pytest.raises(recoup.errors.InfeasibleError) as refused:
+        recoup.fit(model, batch(), 1000, loss=mean_square, compile="exact")
+    floor: int = refused.value.floor_bytes
+    asked = floor + 2 * BYTES_OF_A_BLOCK
+    _, report = recoup.fit(model, batch(), asked, loss=mean_square, compile="exact")
+    for each in (model, twin):
+        mean_square(each(batch())).backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    equal = [torch.equal(local(one.grad), local(other.grad)) for one, other in pairs]
+    return floor, report.measured_peak_bytes <= asked, equal
+
+
+@pytest.mark.slow
+def test_a_budget_that_sharded_blocks_cannot_meet_is_refused_and_leaves_them(tmp_path):
+    first, second = together(fit_at_the_floor, tmp_path)
+    assert not isinstance(first, str), first
+    assert first == second
+    assert first[1]
+    assert all(first[2])
+
+
+def fit_compiled_by_user(rank: int, *, is_sharded_first: bool) -> tuple[bool, ...]:
+    """Fit a model whose blocks the user compiled; return what is bitwise its twin's."""
+    del rank
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, twin = blocks(), sharded(blocks(), mesh)
+    for block in model:
+        if is_sharded_first:
+            fully_shard(block, mesh=mesh)
+        block.compile(backend="aot_eager")
+        if not is_sharded_first:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    _, report = recoup.fit(model, batch(), 0.7, loss=mean_square, compile="exact")
+    equal = [report.measured_peak_bytes <= report.budget_bytes]
+    for _ in range(2):  # with the plan, and with the user's own compilation again
+        for each in (model, twin):
+            each.zero_grad()
+            mean_square(each(batch())).backward()
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        equal += [
+            torch.equal(local(one.grad), local(other.grad)) for one, other in pairs
+        ]
+        report.remove()
+    return tuple(equal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded_first", [False, True])
+def test_sharded_blocks_that_the_user_compiled_are_accepted(tmp_path, is_sharded_first):
+    work = partial(fit_compiled_by_user, is_sharded_first=is_sharded_first)
+    for answer in together(work, tmp_path):
+        assert not isinstance(answer, str), answer
+        assert all(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [[256, 256], [128, 256]])
+def test_processes_measure_compiled_blocks_alike(tmp_path, rows):
+    gelu = [nn.GELU, nn.GELU]
+    first, second = together(measure_sharded, tmp_path, rows, gelu)
+    assert not isinstance(first, str), first
+    assert first == second
+    peak, floor, kinds = first
+    assert floor - 2 * BYTES_OF_A_BLOCK <= peak
+    assert [name for kind in kinds for name in kind.blocks] == list("01234")
+
+
+@pytest.mark.slow
+def test_blocks_that_differ_among_processes_are_refused_by_all_of_them(tmp_path):
+    unlike = [nn.GELU, nn.SiLU]
+    for answer in together(measure_sharded, tmp_path, [256, 256], unlike):
+        assert "processes capture different graphs" in answer
+
+
+def test_a_block_with_a_unit_inside_is_not_compiled(mesh):
+    model, twin = blocks(), blocks()
+    for each in (model, twin):
+        inner = each.get_submodule("0.1")
+        fully_shard(inner, mesh=mesh, reshard_after_forward=False)
+        sharded(each, mesh)
+    step = recoup.measure(model, batch(), loss=mean_square, compile="exact")
+    assert set(step.eager) == {"0"}
+    assert "gathers parts of it by themselves" in step.eager["0"]
+    _, report = recoup.fit(model, batch(), 0.9, loss=mean_square, compile="exact")
+    assert report.measured_peak_bytes <= report.budget_bytes
+    for each in (model, twin):
+        mean_square(each(batch())).backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(local(one.grad), local(other.grad))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # tensor parallel blocks
+@pytest.mark.usefixtures("mesh")
+def test_blocks_that_are_also_tensor_parallel_are_refused_in_one_sentence():
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    model = sharded(tensor_parallel(blocks(), both["tensor"]), both["data"])
+    with pytest.raises(UnsupportedError, match="distributed in another way"):
+        recoup.measure(model, batch(), loss=mean_square, compile="exact")
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -1,6 +1,7 @@
 """The commands of `recoup` and their arguments; torch is imported inside."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -125,17 +126,22 @@ def check_compile(how: str | None) -> None:
         raise UsageError(f"expected --compile exact, inductor or auto, got {how!r}.")
 
 
-def check_compiled_frontier(how: str | None, *, others: bool) -> None:
-    """Raise `UsageError` for what `frontier --compile` cannot do.
+def check_compiled(how: str | None, others: Mapping[str, object]) -> None:
+    """Raise `UsageError` for what `measure` and `frontier` cannot do with `--compile`.
+
+    Args:
+        how: The executor.
+        others: The options that cannot be given with it, and what was given.
 
     Examples:
-        >>> check_compiled_frontier("exact", others=False)
+        >>> check_compiled("exact", {"--dry": False, "--budget": None})
     """
-    if how is not None and (others or how not in ("exact", "inductor")):
+    given = [name for name, value in others.items() if value]
+    if how is not None and (given or how not in ("exact", "inductor")):
         raise UsageError(
-            f"expected --compile exact or inductor without --dry, --offload and "
-            f"--chart, got --compile {how}: plans of compiled blocks are predicted "
-            "from blocks that are compiled and run here."
+            f"expected --compile exact or inductor without {', '.join(others)}, got "
+            f"{' '.join([f'--compile {how}', *given])}: the blocks are compiled and "
+            "run here, without a budget."
         )
 
 
@@ -252,12 +258,13 @@ def fit(  # noqa: PLR0913 (one for each output)
             print(f"wrote {path}")
 
 
-def measure(
+def measure(  # noqa: PLR0913 (one for each question)
     target: TargetName,
     *,
     budget: BudgetText = None,
     dry: Dry = False,
     device: DeviceName = None,
+    compile: CompileText = None,  # noqa: A002 (the option's name)
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -265,9 +272,16 @@ def measure(
     del debug
     check_budget_text(budget)
     check_device(device, dry=dry)
+    check_compiled(compile, {"--dry": dry, "--budget (RECOUP_BUDGET)": budget})
 
     from recoup.cli.targets import load_target
-    from recoup.cli.work import measure_findings, noise, step_numbers
+    from recoup.cli.work import (
+        compiled_step_of,
+        measure_findings,
+        noise,
+        step_numbers,
+    )
+    from recoup.report.compiled_view import compiled_step_text
     from recoup.report.texts import (
         alive_text,
         blocks_text,
@@ -278,6 +292,13 @@ def measure(
 
     loaded = load_target(target, dry=dry, device=device)
     busy = noise(loaded)
+    if compile is not None:
+        compiled = compiled_step_of(loaded, compile)
+        if json:
+            print(as_json({"target": target, **compiled.numbers(), "busy": busy}))
+        else:
+            print_texts(compiled_step_text(compiled), loaded.uncounted(), busy)
+        return
     graph, found = measure_findings(loaded, budget)
     numbers, view = step_numbers(graph, found), found.plan
     drawn = timeline(found.step, view)
@@ -358,8 +379,7 @@ def frontier(  # noqa: PLR0913 (one for each output)
     del debug
     check_device(device, dry=dry)
     check_figure(chart)
-    has_others = dry or offload or chart is not None
-    check_compiled_frontier(compile, others=has_others)
+    check_compiled(compile, {"--dry": dry, "--offload": offload, "--chart": chart})
 
     from recoup.cli.targets import load_target
     from recoup.cli.work import compiled_frontier_of, frontier_findings, noise

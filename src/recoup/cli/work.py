@@ -17,7 +17,7 @@ from recoup.backend.memory.meters import is_out_of_memory
 from recoup.cli.statuses import TARGET, CommandError
 from recoup.cli.targets import Target, first_line
 from recoup.core.callers import calls_user, is_calling_user
-from recoup.core.compiled_plan import CompiledPlan
+from recoup.core.compiled_plan import CompiledPlan, CompiledStep
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.core.units import print_bytes
@@ -173,6 +173,27 @@ def frontier_findings(target: Target, points: int, *, offload: bool) -> Findings
         others=others,
         reserved_bytes=_reserved_bytes(target),
         title=target.name,
+    )
+
+
+def compiled_step_of(target: Target, executor: str) -> CompiledStep:
+    """Measure a step of the user's model with compiled blocks.
+
+    Both peaks include the later state of an optimizer.
+    """
+    with _status("compiling each kind of block"), blaming_step(target):
+        found = measure(
+            target.model,
+            target.batch,
+            loss=target.loss,
+            step=target.step,
+            compile=cast("Executor", executor),
+        )
+    more_bytes = _reserved_bytes(target)
+    return replace(
+        found,
+        peak_bytes=found.peak_bytes + more_bytes,
+        floor_bytes=found.floor_bytes + more_bytes,
     )
 
 

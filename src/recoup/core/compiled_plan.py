@@ -5,8 +5,9 @@ has *options*: partitions of its joint graph that save more or fewer bytes. A st
 described by one reference run, in which every block had its option of fewest bytes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from recoup.core.display import as_html
 from recoup.core.graph import Graph
@@ -153,6 +154,69 @@ class BlockStep:
         blocks = sum(option.seconds for option in options)
         references = sum(frame.reference.seconds for frame in self.frames)
         return max(self.seconds + blocks - references, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredKind:
+    """Blocks that were captured as one graph, and the partitions found for them.
+
+    Attributes:
+        name: Their class.
+        blocks: Their paths, in the order of the model.
+        options: The costs of each partition, from the fastest to the smallest. Those
+            that were compiled are measured, the others predicted from the graph.
+    """
+
+    name: str
+    blocks: tuple[str, ...]
+    options: tuple[BlockOption, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CompiledStep:
+    """A training step with compiled blocks; `measure` returns it with `compile=`.
+
+    Attributes:
+        executor: "exact" or "inductor".
+        graph: The eager step, as `measure` returns it without `compile=`.
+        peak_bytes: The measured peak of the fastest step that the device has memory
+            for: what `fit` gives without a budget.
+        seconds: The measured time of that step.
+        floor_bytes: The smallest peak with these blocks compiled. `fit` goes below it
+            where regions of recoup's need less.
+        kinds: The captured blocks and their partitions.
+        eager: The blocks that cannot be captured, and why.
+    """
+
+    executor: str
+    graph: Graph = field(repr=False)
+    peak_bytes: int
+    seconds: float
+    floor_bytes: int
+    kinds: tuple[MeasuredKind, ...]
+    eager: Mapping[str, str]
+
+    def numbers(self) -> dict[str, Any]:
+        """Return all but the graph as plain data, for other programs."""
+        return {
+            "executor": self.executor,
+            "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
+            "floor_bytes": self.floor_bytes,
+            "kinds": [asdict(kind) for kind in self.kinds],
+            "eager": dict(self.eager),
+        }
+
+    def __repr__(self) -> str:
+        compiled = sum(len(kind.blocks) for kind in self.kinds)
+        return (
+            f"CompiledStep({compiled} blocks, {self.executor}, {len(self.eager)} "
+            f"eager: peak {print_bytes(self.peak_bytes)}, smallest "
+            f"{print_bytes(self.floor_bytes)}, step {print_seconds(self.seconds)})"
+        )
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
 
 
 COMPILED_PLANS = plan_file("recoup compiled plan", 1)

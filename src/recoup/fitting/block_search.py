@@ -11,11 +11,18 @@ from torch import nn
 from recoup.backend.compiler.joint_graphs import JointGraph
 from recoup.backend.compiler.partitioning import Executor, saved_bytes
 from recoup.backend.compiler.stored_numbers import StoredNumbers, stored_for
+from recoup.backend.training.sharded_units import (
+    gathered,
+    unit_of,
+)
+from recoup.backend.training.sharing_processes import SharingProcesses
 from recoup.core.compiled_plan import (
+    BlockFrame,
     BlockOption,
     BlockPartition,
     BlockStep,
     CompiledPlan,
+    MeasuredKind,
     SavedSet,
 )
 from recoup.core.graph import Graph
@@ -37,6 +44,7 @@ from recoup.measurement.timing.block_bench import (
     BlockKinds,
     Forward,
     KernelTimes,
+    SampleCall,
     costed,
 )
 from recoup.measurement.timing.block_frames import (
@@ -78,6 +86,8 @@ class BlockKind:
         executor: The executor of captured graphs.
         partitions: The partition of each option; None runs the block uncompiled.
         stored: What is known about options.
+        sharing: The processes that measure the same.
+        unit: The unit that gathers the block's parameters; None: they are whole.
         likeness: What options of equal time share; empty: unknown.
         sets: The saved sets of the first options, from fastest to smallest.
         moves: The bytes of each of these that can be offloaded, which adds as many
@@ -97,6 +107,8 @@ class BlockKind:
     executor: Executor
     partitions: list[BlockPartition | None]
     stored: StoredNumbers
+    sharing: SharingProcesses
+    unit: nn.Module | None = None
     likeness: str = ""
     sets: Sequence[SavedSet] = ()
     moves: Sequence[int] = ()
@@ -182,10 +194,12 @@ class BlockKind:
             self.compiled += bool(partition.digest)
         self.bench.unpark()
         try:
-            measured = self.bench.measure(forward)
-            return replace(measured, seconds=self._seconds(partition, forward))
+            with gathered(self.unit, self.block):
+                measured = self.bench.measure(forward)
+                seconds = self._seconds(partition, forward)
         finally:
             self.bench.park()
+        return _agreed(self.sharing.gather(replace(measured, seconds=seconds)))
 
     def _seconds(self, partition: BlockPartition | None, forward: Forward) -> float:
         def measured() -> float:
@@ -221,7 +235,15 @@ class PlainStep:
 
 
 class BlockSearch:
-    """The state of one fit: knowledge of the step, and the active plan."""
+    """The state of one fit: knowledge of the step, and the active plan.
+
+    Processes that share the model's parameters search in lock step: they decide by the
+    same numbers, so that they gather the same blocks and run the same steps. Bytes are
+    the largest of any process, times and saved sets those of the first one.
+
+    Attributes:
+        measured_bytes: The largest peak of the last step, in any process.
+    """
 
     def __init__(
         self,
@@ -232,6 +254,8 @@ class BlockSearch:
         rest: Plan | None,
     ) -> None:
         self._step = step
+        self.sharing = SharingProcesses(step.model)
+        self.measured_bytes = 0
         self._executor: Executor = executor
         self._tell = tell
         self._plain = plain
@@ -264,7 +288,7 @@ class BlockSearch:
             joint: JointGraph | None = None
             likeness: Hashable = code
             try:
-                joint = call.run(partial(probe, block, self._executor))
+                joint = self._probed(name, block, call)
                 likeness = (_geometry(block), joint.likeness())
             except UnsupportedError as error:
                 names = (n for n, kind in found.kinds.items() if kind == code)
@@ -273,7 +297,8 @@ class BlockSearch:
             kind_of_code.append(number)
             if number == len(self.kinds):
                 bench = BlockBench(block, call, self._step.device)
-                self.kinds.append(self._kind(code, block, bench, joint))
+                unit = unit_of(self._step.model, name)
+                self.kinds.append(self._kind(code, bench, joint, block, unit))
             else:
                 self.kinds[number].is_varied = True
         self.kind_of = {n: kind_of_code[code] for n, code in found.kinds.items()}
@@ -288,28 +313,57 @@ class BlockSearch:
                 f"({'; '.join(first)}). Use compile=False."
             )
 
+    def _probed(self, name: str, block: nn.Module, call: SampleCall) -> JointGraph:
+        """Return the joint graph of a block.
+
+        Raises:
+            UnsupportedError: It cannot be captured, or not alike in all processes.
+        """
+        joint, refused = None, ""
+        try:
+            with gathered(unit_of(self._step.model, name), block):
+                joint = call.run(partial(probe, block, self._executor))
+        except UnsupportedError as error:
+            refused = str(error)
+        said = self.sharing.gather((refused, "" if joint is None else joint.digest))
+        if reasons := [reason for reason, _ in said if reason]:
+            raise UnsupportedError(reasons[0])
+        assert joint is not None, "nothing was refused"
+        if len({digest for _, digest in said}) > 1:
+            raise UnsupportedError("processes capture different graphs of it")
+        return joint
+
     def _kind(
-        self, code: int, block: nn.Module, bench: BlockBench, joint: JointGraph | None
+        self,
+        code: int,
+        bench: BlockBench,
+        joint: JointGraph | None,
+        block: nn.Module,
+        unit: nn.Module | None,
     ) -> BlockKind:
         """Return a kind of block with its options, none of them measured."""
         options = (len(self.kinds), block, bench, self._executor)
+        shared = (self._stored, self.sharing, unit)
         if joint is None:
-            return BlockKind(*options, [None, _REGION], self._stored)
+            return BlockKind(*options, [None, _REGION], *shared)
         self.draws = self.draws or joint.draws
-        sets = [
+        mine = [
             replace(found, forward_bytes=forward, backward_bytes=backward)
             for found in saved_sets(costed(joint, self._kernels))
             for forward, backward in (self._peaks(joint, found.names),)
         ]
         link = self._plain.link_bytes_per_second
         least = HOST.smallest_bytes
+        moved = [saved_bytes(joint, s.names, least=least) for s in mine if link]
+        all_found = self.sharing.gather((mine, moved))
+        sets, moves = max(all_found, key=lambda found: found[0][0].held_bytes)
         return BlockKind(
             *options,
             [_partition(code, joint, saved.names) for saved in sets],
-            self._stored,
+            *shared,
             joint.likeness(),
             sets,
-            [saved_bytes(joint, s.names, least=least) for s in sets] if link else (),
+            moves,
             link,
         )
 
@@ -334,7 +388,8 @@ class BlockSearch:
         chosen = zip(self.kinds, references, strict=True)
         options = [kind.options[number] for kind, number in chosen]
         seconds = pace_of(self._step).seconds
-        return block_step(marks, self.kind_of, options, seconds)
+        mine = block_step(marks, self.kind_of, options, seconds)
+        return _largest(self.sharing.gather(mine))
 
     def settle(self, step: BlockStep, budget_left: int) -> tuple[int, ...] | Infeasible:
         """Choose options, compile them, check them on a real step, and correct."""
@@ -357,7 +412,8 @@ class BlockSearch:
             marks = run_marked(self._step, self._blocks(), resident=self._resident)
             self.rounds += 1
             self.marks = marks
-            return predicted, marks.peak_bytes, last
+            self.measured_bytes = max(self.sharing.gather(marks.peak_bytes))
+            return predicted, self.measured_bytes, last
 
         return settle(attempt, budget_left)
 
@@ -387,7 +443,7 @@ class BlockSearch:
         return CompiledPlan(
             self._executor,
             tuple(blocks),
-            model=digest_of(self._step.model),
+            model=digest_of(self._step.model, is_unsharded=True),
             rest=self._rest,
         )
 
@@ -396,6 +452,16 @@ class BlockSearch:
         known = [[o for o in kind.options if o.is_measured] for kind in self.kinds]
         pairs = zip(step.frames, least_peak(step, known), strict=True)
         return step.peak_bytes([known[frame.kind][n] for frame, n in pairs])
+
+    def captured_kinds(self) -> tuple[MeasuredKind, ...]:
+        """Return the kinds that can be compiled, with what is known of their sets."""
+        found: list[MeasuredKind] = []
+        for kind in self.kinds:
+            blocks = tuple(n for n, k in self.kind_of.items() if k == kind.number)
+            options = tuple(kind.options[: len(kind.sets)])
+            if options:
+                found.append(MeasuredKind(type(kind.block).__name__, blocks, options))
+        return tuple(found)
 
     def frontier(self, step: BlockStep, points: int) -> tuple[CompiledPlan, ...]:
         """Return plans of known options, from the smallest peak to the fastest."""
@@ -479,6 +545,35 @@ class BlockSearch:
 
     def _blocks(self) -> dict[str, nn.Module]:
         return {n: self._step.model.get_submodule(n) for n in self.kind_of}
+
+
+def _agreed(found: Sequence[BlockOption]) -> BlockOption:
+    """Return an option as all processes see it."""
+    return BlockOption(
+        held_bytes=max(option.held_bytes for option in found),
+        saves_output=any(option.saves_output for option in found),
+        forward_bytes=max(option.forward_bytes for option in found),
+        backward_bytes=max(option.backward_bytes for option in found),
+        seconds=found[0].seconds,
+    )
+
+
+def _largest(steps: Sequence[BlockStep]) -> BlockStep:
+    """Return the step with the largest peaks of any process at each place."""
+    frames = zip(*(step.frames for step in steps), strict=True)
+    outside = zip(*(step.outside_bytes for step in steps), strict=True)
+    return BlockStep(
+        tuple(map(_largest_frame, frames)), tuple(map(max, outside)), steps[0].seconds
+    )
+
+
+def _largest_frame(frames: Sequence[BlockFrame]) -> BlockFrame:
+    return replace(
+        frames[0],
+        forward_peak_bytes=max(frame.forward_peak_bytes for frame in frames),
+        backward_peak_bytes=max(frame.backward_peak_bytes for frame in frames),
+        output_bytes=max(frame.output_bytes for frame in frames),
+    )
 
 
 def _partition(kind: int, joint: JointGraph, saves: tuple[str, ...]) -> BlockPartition:

@@ -6,7 +6,8 @@ by dynamic programming, compile and measure the choice, check it on a real step.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 from torch import nn
 
 from recoup.backend.compiler.partitioning import Executor
-from recoup.backend.compiler.recognition import is_sharded
 from recoup.backend.compiler.suspension import written_path
 from recoup.backend.memory.meters import is_out_of_memory
+from recoup.backend.training.sharded_units import has_units_inside
+from recoup.backend.training.sharing_processes import SharingProcesses
 from recoup.core.compiled_plan import (
     BlockOption,
     BlockStep,
     CompiledPlan,
+    CompiledStep,
 )
 from recoup.core.graph import Graph
 from recoup.core.plan import Plan, plan_for_step
@@ -44,9 +47,7 @@ from recoup.fitting.following.optimizer_memory import forget_optimizers
 from recoup.fitting.progress import Progress
 from recoup.measurement.steps.gradient_difference import difference_from, gradients_of
 from recoup.measurement.steps.training_step import TrainingStep, device_of
-from recoup.measurement.timing.block_bench import (
-    sample_calls,
-)
+from recoup.measurement.timing.block_bench import BlockKinds, sample_calls
 from recoup.measurement.timing.pace import pace_of
 from recoup.measurement.tracing.observation import cut
 from recoup.planners.block_choice import (
@@ -203,23 +204,23 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
 
     Raises:
         InfeasibleError: No choice of partitions fits.
-        UnsupportedError: No block of the model can be captured, or it is sharded.
+        UnsupportedError: No block of the model can be captured.
     """
     started = time.perf_counter()
     model = step.model
-    _refuse_sharded(model, executor)
     found = _blocks_at(model, blocks or best_names(model, plain.graph))
     search = BlockSearch(step, executor, tell, plain, rest)
+    gather = search.sharing.gather
     reserved = plain.reserved_bytes
     loop: Adapted | None = None
     try:
         tell("running the eager step at the least memory")
         with cut(step, Cuts(tuple(found))):
             expected = gradients_of(step)
-            noise = difference_from(expected, step)
-            calls = sample_calls(step, found)
+            noise = max(gather(difference_from(expected, step)))
+            calls = _calls_of(step, found)
         tell("timing the plain step")
-        plain_seconds = _plain_seconds(step, plain)
+        plain_seconds = _plain_seconds(step, plain, search.sharing)
         search.capture(calls, found)
         del calls  # its tensors would count in the peaks that follow
         reference = search.reference()
@@ -227,12 +228,11 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
         if isinstance(choice, Infeasible):
             raise _infeasible(asked, choice.needed_bytes + reserved)
         options = search.options_of(reference, choice)
-        assert search.marks is not None, "the accepted choice ran"
-        measured_bytes = search.marks.peak_bytes + reserved
+        measured_bytes = search.measured_bytes + reserved
         plan = search.plan_of(dict(zip(search.order, choice, strict=True)))
         loop = search.watched(plan, plain, asked - reserved)
-        seconds = pace_of(step).seconds
-        difference = difference_from(expected, step)
+        seconds = gather(pace_of(step).seconds)[0]
+        difference = max(gather(difference_from(expected, step)))
     finally:
         search.take_off()
         if loop is not None:
@@ -274,12 +274,20 @@ def fit_compiled(  # noqa: PLR0913 (which part of a step is compiled)
     )
 
 
-def _plain_seconds(step: TrainingStep, plain: PlainStep) -> float:
-    """Return the time of the plain step: measured, if there is memory for it now."""
-    if plain.peak_bytes > free_bytes(step.device):
+def _plain_seconds(
+    step: TrainingStep, plain: PlainStep, sharing: SharingProcesses
+) -> float:
+    """Return the time of the plain step: measured, if there is memory for it now.
+
+    Not measured where several processes share an accelerator's model: one that ran out
+    of memory would leave the others waiting.
+    """
+    free = sharing.gather(free_bytes(step.device))
+    may_fail = len(free) > 1 and step.device.type != "cpu"
+    if may_fail or plain.peak_bytes > min(free):
         return plain.seconds
     try:
-        return pace_of(step).seconds
+        return sharing.gather(pace_of(step).seconds)[0]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -297,28 +305,68 @@ def compiled_frontier(
 
     Peaks and times are predicted; one option of each kind of block is compiled.
     """
+    with _captured(step, executor, graph, None) as search:
+        return search.frontier(search.reference(), points)
+
+
+def compiled_step(
+    step: TrainingStep,
+    *,
+    executor: Executor,
+    graph: Graph,
+    blocks: Sequence[str] | None = None,
+) -> CompiledStep:
+    """Measure the step with compiled blocks: at its smallest, and at its fastest.
+
+    Raises:
+        InfeasibleError: The device has too little memory for any choice.
+    """
+    with _captured(step, executor, graph, blocks) as search:
+        reference = search.reference()
+        least = search.settle(reference, 0)
+        assert isinstance(least, Infeasible), "no step takes no memory"
+        gather = search.sharing.gather
+        free = min(gather(free_bytes(step.device)))
+        choice = search.settle(reference, free)
+        if isinstance(choice, Infeasible):
+            raise _infeasible(free, choice.needed_bytes)
+        return CompiledStep(
+            executor=executor,
+            graph=graph,
+            peak_bytes=search.measured_bytes,
+            seconds=gather(pace_of(step).seconds)[0],
+            floor_bytes=least.needed_bytes,
+            kinds=search.captured_kinds(),
+            eager=search.eager,
+        )
+
+
+@contextmanager
+def _captured(
+    step: TrainingStep, executor: Executor, graph: Graph, blocks: Sequence[str] | None
+) -> Generator[BlockSearch]:
+    """Capture the blocks of a step without a budget; take all off at the end."""
     model = step.model
-    _refuse_sharded(model, executor)
-    found = _blocks_at(model, best_names(model, graph))
     search = BlockSearch(step, executor, lambda _: None, PlainStep(0, 0.0, graph), None)
+    names = search.sharing.gather(blocks or best_names(model, graph))[0]
+    found = _blocks_at(model, names)
     try:
         with cut(step, Cuts(tuple(found))):
-            calls = sample_calls(step, found)
+            calls = _calls_of(step, found)
         search.capture(calls, found)
-        del calls
-        return search.frontier(search.reference(), points)
+        del calls  # its tensors would count in the peaks that follow
+        yield search
     finally:
         search.take_off()
 
 
-def _refuse_sharded(model: nn.Module, executor: Executor) -> None:
-    if any(is_sharded(type(module)) for module in model.modules()):
-        raise UnsupportedError(
-            f"compile={executor!r} needs whole parameters, got a "
-            f"{type(model).__name__} that fully_shard has sharded: its blocks are "
-            "captured without the hooks that gather them. Use compile=False, or fit "
-            "the model before it is sharded and apply the plan afterwards."
-        )
+def _calls_of(step: TrainingStep, blocks: Mapping[str, nn.Module]) -> BlockKinds:
+    """Return `sample_calls` of the blocks; those with units inside are refused."""
+    inner = {name for name, block in blocks.items() if has_units_inside(block)}
+    whole = {name: block for name, block in blocks.items() if name not in inner}
+    found = sample_calls(step, whole)
+    why = "fully_shard gathers parts of it by themselves"
+    return replace(found, refused={**found.refused, **dict.fromkeys(inner, why)})
 
 
 def _blocks_at(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

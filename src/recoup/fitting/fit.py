@@ -18,6 +18,7 @@ from recoup.backend.compiler.suspension import suspended_compilation
 from recoup.backend.memory.meters import is_out_of_memory
 from recoup.backend.state.model_state import evaluation_advice
 from recoup.backend.state.snapshots import StepSnapshot
+from recoup.backend.training.sharded_units import has_units_inside
 from recoup.core.callers import user_stacklevel
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
@@ -437,8 +438,9 @@ def _executors(
     """Return the executors to try, of which the fastest is used."""
     if compile != "auto":
         return (compile,)
-    # The recorder cannot see operators of compiled code.
-    return ("inductor", "exact") if is_compiled(model) else ("inductor", "exact", False)
+    # The recorder cannot see operators of compiled code; regions may span units.
+    is_alone = is_compiled(model) or has_units_inside(model)
+    return ("inductor", "exact") if is_alone else ("inductor", "exact", False)
 
 
 def _fitted(  # noqa: PLR0913 (the step and the budget)
@@ -539,7 +541,8 @@ def _fit_by(
     try:
         return compiled(blocks=blocks)
     except InfeasibleError as error:
-        if not is_alone:
+        # A region across sharded units would fail, and leave them gathered.
+        if not is_alone or has_units_inside(step.model):
             raise
         known = error
     try:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from recoup.backend.compiler.partitioning import Executor
 from recoup.backend.compiler.suspension import suspended_compilation
 from recoup.backend.operators.fakes import NEEDS_CONTENTS, FakeMeter, Shadows
-from recoup.core.compiled_plan import EXECUTORS, CompiledPlan
+from recoup.core.compiled_plan import EXECUTORS, CompiledPlan, CompiledStep
 from recoup.core.device_figures import FIGURES, Figures, figures_of
 from recoup.core.graph import Graph
 from recoup.core.segments import Action
 from recoup.errors import RecoupError, UnsupportedError, UsageError
 from recoup.fitting.arguments import actions_of
-from recoup.fitting.compiled_fit import compiled_frontier
+from recoup.fitting.compiled_fit import compiled_frontier, compiled_step
 from recoup.measurement.steps.floor import measure_floor
 from recoup.measurement.steps.training_step import training_step, untouched
 from recoup.measurement.timing.host_cost import recording_seconds
@@ -26,6 +26,33 @@ from recoup.measurement.tracing.observation import observe
 from recoup.planners.planner import check_points
 from recoup.planners.planner import frontier as frontier_of
 from recoup.planners.solution import Solution
+
+
+@overload
+def measure(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    blocks: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    dry: bool = False,
+    compile: Literal[False] = False,
+) -> Graph: ...
+
+
+@overload
+def measure(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    step: Callable[[], object] | None = None,
+    blocks: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    compile: Executor,
+) -> CompiledStep: ...
 
 
 def measure(  # noqa: PLR0913 (a step can be described in several ways)
@@ -37,7 +64,8 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
     blocks: Sequence[str] | None = None,
     device: torch.device | str | None = None,
     dry: bool = False,
-) -> Graph:
+    compile: Literal[False] | Executor = False,  # noqa: A002 (torch's own word)
+) -> Graph | CompiledStep:
     """Run a step at floor memory, and return its graph.
 
     The arguments are those of `fit`. The model's state is restored.
@@ -59,11 +87,17 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
             estimate times for: h200, h100, a100, rtx4090, or by default this machine's
             CPU.
         dry: Whether to measure without computing the step.
+        compile: The executor of the blocks, as for `fit`: with "exact" or "inductor"
+            the step with compiled blocks is measured too, at its smallest and at its
+            fastest, and the result is a `CompiledStep`. Each kind of block is captured
+            once, and one to four of its partitions are compiled.
 
     Raises:
-        UsageError: The arguments describe no step, or the device is unknown.
+        UsageError: The arguments describe no step, the device is unknown, or `compile`
+            is given together with `dry=True`.
         UnsupportedError: With `dry=True`: the step depends on tensor contents, or has
-            recurrent layers whose workspace only their kernels know.
+            recurrent layers whose workspace only their kernels know. With `compile`: no
+            block can be captured.
 
     Examples:
         >>> graph = measure(nn.Linear(4, 4), torch.ones(2, 4), loss=Tensor.sum)
@@ -75,6 +109,11 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
         >>> graph.estimated_for, graph.saved_bytes
         ('h100', 0)
     """
+    if compile and (compile not in EXECUTORS or dry):
+        raise UsageError(
+            f"expected compile= one of {EXECUTORS} without dry=True, got "
+            f"compile={compile!r} and dry={dry}; compiled blocks are run here."
+        )
     if dry:
         return measure_dry(
             model, batch, figures=_figures(device), loss=loss, step=step, names=blocks
@@ -85,8 +124,12 @@ def measure(  # noqa: PLR0913 (a step can be described in several ways)
             "dry=False; set it, or name a device of this machine."
         )
     described = training_step(model, batch, loss=loss, step=step, device=device)
-    with untouched(described) as repeated:
-        return measure_floor(repeated, names=blocks)
+    if not compile:
+        with untouched(described) as repeated:
+            return measure_floor(repeated, names=blocks)
+    with suspended_compilation(model), untouched(described) as repeated:
+        graph = measure_floor(repeated, names=blocks)
+        return compiled_step(repeated, executor=compile, graph=graph, blocks=blocks)
 
 
 @overload

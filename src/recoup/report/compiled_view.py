@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recoup.core.compiled_plan import CompiledPlan
+from recoup.core.compiled_plan import CompiledPlan, CompiledStep
 from recoup.core.display import table
 from recoup.core.graph import Graph, module_paths, next_needed
 from recoup.core.simulation import simulate
@@ -69,6 +69,61 @@ def plans_text(plans: Sequence[CompiledPlan]) -> str:
         f"{rows[0][1]}, and at best {rows[-1][3]}.\n\n"
         + table(["plan", "peak", "saved by blocks", "step"], rows)
     )
+
+
+def compiled_step_text(step: CompiledStep) -> str:
+    """Return a measured step of compiled blocks, with the costs of their partitions.
+
+    Examples:
+        >>> from recoup.core.compiled_plan import BlockOption, MeasuredKind
+        >>> from recoup.core.graph import Graph
+        >>> option = BlockOption(1024, False, 4096, 2048, 0.001)
+        >>> step = CompiledStep(
+        ...     executor="exact",
+        ...     graph=Graph((), 0, (), (), (), (), ()),
+        ...     peak_bytes=8192,
+        ...     seconds=0.5,
+        ...     floor_bytes=4096,
+        ...     kinds=(MeasuredKind("Layer", ("0", "1"), (option,)),),
+        ...     eager={"2": "it branches"},
+        ... )
+        >>> print(compiled_step_text(step))
+        With blocks compiled (exact), the step takes at least 4 KiB.
+        At best it takes 500 ms, at a peak of 8 KiB.
+        <BLANKLINE>
+        What a block can hold until its backward, and its peaks above what is there
+        blocks                held  forward  backward  time
+        -------------------  -----  -------  --------  ----  --------
+        2 x Layer, from '0'  1 KiB    4 KiB     2 KiB  1 ms  measured
+        <BLANKLINE>
+        2 is not compiled: it branches
+    """
+    rows: list[list[str]] = []
+    for kind in step.kinds:
+        words = f"{len(kind.blocks)} x {kind.name}, from {kind.blocks[0]!r}"
+        for option in kind.options:
+            rows.append(
+                [
+                    words,
+                    print_bytes(option.held_bytes),
+                    print_bytes(option.forward_bytes),
+                    print_bytes(option.backward_bytes),
+                    print_seconds(option.seconds),
+                    "measured" if option.is_measured else "predicted",
+                ]
+            )
+            words = ""
+    summary = (
+        f"With blocks compiled ({step.executor}), the step takes at least "
+        f"{print_bytes(step.floor_bytes)}.\nAt best it takes "
+        f"{print_seconds(step.seconds)}, at a peak of {print_bytes(step.peak_bytes)}."
+    )
+    heading = (
+        "What a block can hold until its backward, and its peaks above what is there"
+    )
+    costs = table(["blocks", "held", "forward", "backward", "time", ""], rows)
+    reasons = (f"{name} is not compiled: {why}" for name, why in step.eager.items())
+    return "\n\n".join([summary, f"{heading}\n{costs}", *reasons])
 
 
 def compose_compiled(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from recoup.backend.training.sharded_units import local_part
 from recoup.measurement.steps.training_step import TrainingStep
 
 Gradients = Sequence[Tensor | None]
@@ -18,10 +19,13 @@ _NEGLIGIBLE = 1e-3
 
 
 def gradients_of(step: TrainingStep) -> list[Tensor | None]:
-    """Run a step once; return copies of the parameters' gradients on the CPU."""
+    """Run a step once; return copies of the parameters' gradients on the CPU.
+
+    Of distributed gradients, this process's parts.
+    """
     step.begin()
     step.run()
-    gradients = (parameter.grad for parameter in step.model.parameters())
+    gradients = _gradients_in(step)
     found = [None if g is None else g.detach().to("cpu", copy=True) for g in gradients]
     step.begin()
     return found
@@ -34,11 +38,16 @@ def difference_from(expected: Gradients, step: TrainingStep) -> float:
     """
     step.begin()
     step.run()
-    gradients = [parameter.grad for parameter in step.model.parameters()]
+    gradients = _gradients_in(step)
     found = largest_difference(expected, gradients)
     del gradients
     step.begin()
     return found
+
+
+def _gradients_in(step: TrainingStep) -> list[Tensor | None]:
+    gradients = (parameter.grad for parameter in step.model.parameters())
+    return [None if g is None else local_part(g) for g in gradients]
 
 
 @torch.no_grad()
