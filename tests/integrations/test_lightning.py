@@ -36,6 +36,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore:ModelCheckpoint.*:RuntimeWarning"),
     pytest.mark.filterwarnings("error::recoup.errors.BudgetWarning"),
+    # Lightning's trainer holds all signal handlers: by one of pytest-timeout the step
+    # would reach, and its measurement count, the tensors of every test's module.
+    pytest.mark.timeout(method="thread"),
 ]
 
 STEPS = 20
