@@ -120,7 +120,7 @@ def test_a_pair_of_calls_is_predicted_to_the_byte():
     budget_bytes = simulate(graph, ()).peak_bytes // 2
     # Regions in one of the calls alone do not do: the plan must have some in both.
     segments = recompute_all(graph)
-    first = [s for s in segments if graph.is_within_call(segments[0].start, s.stop)]
+    first = [s for s in segments if graph.is_within_run(segments[0].start, s.stop)]
     assert 0 < len(first) < len(segments)
     assert simulate(graph, first).peak_bytes > budget_bytes
     _, report = recoup.fit(model, step=step, budget=budget_bytes)
@@ -150,7 +150,7 @@ def test_no_segment_of_a_plan_goes_from_one_call_into_the_next():
     plain_bytes = simulate(graph, ()).peak_bytes
     for share in (0.9, 0.7, 0.55):
         for segment in recoup.plan(graph, int(share * plain_bytes)).segments:
-            assert graph.is_within_call(segment.start, segment.stop)
+            assert graph.is_within_run(segment.start, segment.stop)
     calls = [boundary.model_call for boundary in graph.boundaries]
     assert calls == sorted(calls)
     assert len(list(itertools.groupby(calls))) == 2

@@ -347,16 +347,16 @@ def measure_sharded(rank: int, rows: list[int], activations: list[Any]) -> Any:
     return step.peak_bytes, step.floor_bytes, step.kinds
 
 
-def fit_at_the_floor(rank: int) -> Any:
+def fit_at_the_floor(rank: int, *, how: Any) -> Any:
     """Ask for too little, then for what was named; return both, and what is bitwise."""
     del rank
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, twin = (sharded(blocks(), mesh) for _ in range(2))
     with pytest.raises(recoup.errors.InfeasibleError) as refused:
-        recoup.fit(model, batch(), 1000, loss=mean_square, compile="exact")
+        recoup.fit(model, batch(), 1000, loss=mean_square, compile=how)
     floor: int = refused.value.floor_bytes
     asked = floor + 2 * BYTES_OF_A_BLOCK
-    _, report = recoup.fit(model, batch(), asked, loss=mean_square, compile="exact")
+    _, report = recoup.fit(model, batch(), asked, loss=mean_square, compile=how)
     for each in (model, twin):
         mean_square(each(batch())).backward()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
@@ -365,8 +365,11 @@ def fit_at_the_floor(rank: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_budget_that_sharded_blocks_cannot_meet_is_refused_and_leaves_them(tmp_path):
-    first, second = together(fit_at_the_floor, tmp_path)
+@pytest.mark.parametrize("how", ["exact", False])
+def test_a_budget_that_sharded_blocks_cannot_meet_is_refused_and_leaves_them(
+    tmp_path, how
+):
+    first, second = together(partial(fit_at_the_floor, how=how), tmp_path)
     assert not isinstance(first, str), first
     assert first == second
     assert first[1]

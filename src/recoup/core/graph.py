@@ -167,6 +167,8 @@ class Boundary:
         entering: Whether the module is entered; False: left.
         model_call: The number of the model's call in the step, from 0. Operations
             between two calls are in no region.
+        unit: The path of the FSDP2 unit that the operations up to the next boundary
+            belong to; None: they belong to several.
     """
 
     operation: int
@@ -175,6 +177,7 @@ class Boundary:
     call: int = 0
     entering: bool = True
     model_call: int = 0
+    unit: str | None = ""
 
 
 class BlockCall(NamedTuple):
@@ -360,9 +363,29 @@ class Graph:
         found = [b.operation for b in self.boundaries if b.model_call == model_call]
         return range(min(found, default=0), max(found, default=0))
 
-    def is_within_call(self, start: int, stop: int) -> bool:
-        """Return whether two boundaries are in the same call of the model."""
-        return self.boundaries[start].model_call == self.boundaries[stop].model_call
+    @cached_property
+    def runs(self) -> tuple[int, ...]:
+        """The run of each interval between neighbouring boundaries, by number.
+
+        A region stays within one run: a call of the model, or a part of it in one unit
+        of FSDP2, whose parameters are gathered together. -1: no region may be there.
+        """
+        found: list[int] = []
+        before: tuple[int, str] | None = None
+        number = -1
+        for here, after in pairwise(self.boundaries):
+            is_between = here.model_call != after.model_call or here.unit is None
+            key = None if is_between else (here.model_call, here.unit or "")
+            number += key != before
+            before = key
+            found.append(-1 if key is None else number)
+        return tuple(found)
+
+    def is_within_run(self, start: int, stop: int) -> bool:
+        """Return whether a region may begin and end at these boundaries."""
+        if start >= stop:
+            return True
+        return -1 < self.runs[start] == self.runs[stop - 1]
 
     @property
     def forward_seconds(self) -> float:

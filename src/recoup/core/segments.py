@@ -82,8 +82,8 @@ def recorded_operators(count: int, depth: int = 0) -> int:
     return weight * (count + REGION_OPERATORS)
 
 
-def within_calls(graph: Graph, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Return segments split at the ends of the model's calls.
+def within_runs(graph: Graph, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Return segments split where runs end, as between two calls of the model.
 
     Operations between the calls are then in no segment.
 
@@ -91,10 +91,10 @@ def within_calls(graph: Graph, segments: Sequence[Segment]) -> tuple[Segment, ..
         >>> from recoup.core.graph import Boundary
         >>> places = [Boundary(0, 0, model_call=n // 2) for n in range(4)]
         >>> graph = Graph((), 0, (), (), (), tuple(places), ())
-        >>> [(s.start, s.stop) for s in within_calls(graph, [Segment(0, 3)])]
+        >>> [(s.start, s.stop) for s in within_runs(graph, [Segment(0, 3)])]
         [(0, 1), (2, 3)]
     """
-    if graph.model_calls == 1:
+    if not any(graph.runs):  # all in run 0
         return tuple(segments)
     return tuple(part for segment in segments for part in _parts(graph, segment))
 
@@ -103,12 +103,12 @@ def _parts(graph: Graph, segment: Segment) -> Iterator[Segment]:
     if segment.by_call:
         yield segment
         return
-    inner = within_calls(graph, segment.inner)
-    places = range(segment.start, segment.stop + 1)
-    for _, group in groupby(places, key=lambda n: graph.boundaries[n].model_call):
+    inner = within_runs(graph, segment.inner)
+    intervals = range(segment.start, segment.stop)
+    for run, group in groupby(intervals, key=graph.runs.__getitem__):
         numbers = list(group)
-        start, stop = numbers[0], numbers[-1]
-        if start == stop:
+        start, stop = numbers[0], numbers[-1] + 1
+        if run < 0:
             continue
         mine = tuple(s for s in inner if start <= s.start and s.stop <= stop)
         yield part_of(graph, segment, (start, stop), mine)

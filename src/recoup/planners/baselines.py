@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 from recoup.core.footprint import footprint
 from recoup.core.graph import Graph
-from recoup.core.segments import Segment, within_calls
+from recoup.core.segments import Segment, within_runs
 from recoup.core.simulation import simulate
 from recoup.errors import UsageError
 
@@ -31,7 +31,7 @@ def blocks_of(graph: Graph) -> tuple[tuple[int, int], ...]:
     return tuple(
         (start, stop)
         for start, stop in itertools.pairwise(marks)
-        if graph.is_within_call(start, stop)
+        if graph.is_within_run(start, stop)
     )
 
 
@@ -85,7 +85,7 @@ def square_root(graph: Graph) -> tuple[Segment, ...]:
     length = max(1, math.isqrt(len(blocks)))
     groups = [blocks[i : i + length] for i in range(0, len(blocks), length)]
     segments = [Segment(group[0][0], group[-1][1]) for group in groups]
-    return within_calls(graph, segments)
+    return within_runs(graph, segments)
 
 
 def greedy(graph: Graph, budget_bytes: int) -> tuple[Segment, ...]:

@@ -11,7 +11,7 @@ from recoup.planners.baselines import blocks_of
 from recoup.planners.interval_options import Memory
 from recoup.planners.linear_program import OneLevel
 from recoup.planners.partition import Partition, nested_reach
-from recoup.planners.places import ends_of_calls, narrow_places
+from recoup.planners.places import ends_of_runs, narrow_places
 
 _EFFORT = 20_000
 """The number of operators, in intervals of two or three places, for the partition."""
@@ -69,10 +69,10 @@ class WeightedGraph:
         """Boundaries where segments may begin and end."""
         graph = self.graph
         blocks = [place for interval in blocks_of(graph) for place in interval]
-        always = (
-            blocks if 2 < len(graph.blocks) <= 2 * _PLACES else ends_of_calls(graph)
+        always = blocks if 2 < len(graph.blocks) <= 2 * _PLACES else []
+        return narrow_places(
+            graph, most=_PLACES, always=[*always, *ends_of_runs(graph)]
         )
-        return narrow_places(graph, most=_PLACES, always=always)
 
     @cached_property
     def partition(self) -> Partition:

@@ -371,10 +371,10 @@ class IntervalOptions:
     def between(self, start: int, stop: int) -> list[IntervalOption]:
         """Return the Pareto-optimal options to run the interval between two places."""
         first, last = self.places[start], self.places[stop]
-        if not self.graph.is_within_call(first, last) and stop > start + 1:
+        if not self.graph.is_within_run(first, last) and stop > start + 1:
             return []
         interval, signature = self._memory.interval(self.graph, first, last)
-        if not self.graph.is_within_call(first, last):
+        if not self.graph.is_within_run(first, last):
             # Values outside calls of the model are kept.
             keep = partial(keep_all, self.graph, first, last)
             candidates = [_Candidate((signature, "kept"), keep)]

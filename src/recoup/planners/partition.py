@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from recoup.core.graph import Floats, Graph, Integers
-from recoup.core.segments import Interval, Segment, within_calls
+from recoup.core.segments import Interval, Segment, within_runs
 from recoup.core.simulation import simulate
 from recoup.core.trim_segments import without_idle_actions
 from recoup.planners.baselines import blocks_of, recompute_all, square_root
@@ -228,7 +228,7 @@ def lowest_plan(
     plans = [
         tuple(
             without_idle_actions(counted, segment)
-            for segment in within_calls(counted, plan)
+            for segment in within_runs(counted, plan)
         )
         for plan in plans
     ]

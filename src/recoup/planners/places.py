@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -50,20 +51,17 @@ def narrow_places(
     return tuple(sorted(chosen | set(found)))
 
 
-def ends_of_calls(graph: Graph) -> tuple[int, ...]:
-    """Return the boundaries at which one call of the model ends and the next begins.
+def ends_of_runs(graph: Graph) -> tuple[int, ...]:
+    """Return the boundaries at which one run ends and another begins.
 
     Examples:
         >>> from recoup.core.graph import Boundary
         >>> places = tuple(Boundary(0, 0, model_call=n // 2) for n in range(4))
-        >>> ends_of_calls(Graph((), 0, (), (), (), places, ()))
+        >>> ends_of_runs(Graph((), 0, (), (), (), places, ()))
         (1, 2)
     """
-    found: list[int] = []
-    for number in range(1, len(graph.boundaries)):
-        if not graph.is_within_call(number - 1, number):
-            found += [number - 1, number]
-    return tuple(found)
+    pairs = enumerate(pairwise(graph.runs), start=1)
+    return tuple(number for number, (before, after) in pairs if before != after)
 
 
 def _torn(graph: Graph) -> set[int]:

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from recoup.core.graph import Graph
-from recoup.core.segments import Action, Segment, within_calls
+from recoup.core.segments import Action, Segment, within_runs
 from recoup.core.simulation import Simulation, simulate
 from recoup.core.trim_segments import is_idle, narrowed, without_idle_actions
 from recoup.planners.baselines import blocks_of
@@ -203,7 +203,7 @@ class Search:
         graph = self.graph
         plan = tuple(
             without_idle_actions(graph, segment)
-            for segment in within_calls(graph, tuple(segments))
+            for segment in within_runs(graph, tuple(segments))
             if not is_idle(graph, segment)
         )
         costs = simulate(graph, plan)

@@ -24,6 +24,17 @@ def unit_of(model: nn.Module, path: str) -> nn.Module | None:
     return None
 
 
+def unit_paths(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the units inside a model, which are gathered one at a time.
+
+    Examples:
+        >>> unit_paths(nn.Sequential(nn.Linear(1, 1)))
+        ()
+    """
+    named = model.named_modules()
+    return tuple(name for name, m in named if name and is_sharded(type(m)))
+
+
 def has_units_inside(block: nn.Module) -> bool:
     """Return whether parts of a block are gathered by themselves.
 
@@ -31,7 +42,7 @@ def has_units_inside(block: nn.Module) -> bool:
         >>> has_units_inside(nn.Linear(1, 1))
         False
     """
-    return any(is_sharded(type(m)) for m in block.modules() if m is not block)
+    return bool(unit_paths(block))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from recoup.core.graph import (
     BlockCall,
@@ -58,6 +58,7 @@ def graph_of(
     seconds_of: Callable[[int], float],
     *,
     blocks: Collection[str],
+    units: Collection[str] = (),
 ) -> Graph:
     """Return the graph of a traced step.
 
@@ -66,10 +67,12 @@ def graph_of(
         seconds_of: Function from a timing's number to the operator's seconds.
         blocks: The paths of the modules at which the traced step was cut into segments
             that recompute everything.
+        units: The paths of the modules that FSDP2 gathers one at a time.
     """
     forward = len(trace.operations)
     moments = trace.moment
     boundaries, calls = boundaries_of(trace, blocks)
+    boundaries = within_units(trace, boundaries, units)
     measured = [operation.peak_bytes for operation in trace.operations]
     measured.extend(trace.backward_bytes)
     own = [operation.own_bytes for operation in trace.operations]
@@ -149,6 +152,42 @@ def boundaries_of(
         if block in ended
     ]
     return tuple(found.values()), tuple(c for c in calls if c.start < c.stop)
+
+
+def within_units(
+    trace: Trace, boundaries: Sequence[Boundary], units: Collection[str]
+) -> tuple[Boundary, ...]:
+    """Return boundaries that name the unit of the operations after each."""
+    if not units:
+        return tuple(boundaries)
+    of_operation: list[str] = []
+    open_modules = [""]
+    for here, after in pairwise([*trace.boundaries, None]):
+        assert here is not None, "only the last one is"
+        if here.entering:
+            open_modules.append(here.module)
+        elif len(open_modules) > 1:
+            open_modules.pop()
+        stop = len(trace.operations) if after is None else after.operation
+        unit = _unit_around(open_modules[-1], units)
+        of_operation += [unit] * (stop - len(of_operation))
+    found: list[Boundary] = []
+    unit: str | None = ""
+    for here, after in pairwise([*boundaries, None]):
+        assert here is not None, "only the last one is"
+        stop = len(trace.operations) if after is None else after.operation
+        inside = set(of_operation[here.operation : stop])
+        if inside:  # else as before
+            unit = inside.pop() if len(inside) == 1 else None
+        found.append(replace(here, unit=unit))
+    return tuple(found)
+
+
+def _unit_around(path: str, units: Collection[str]) -> str:
+    """Return the path of the innermost unit around a module; empty: the model's."""
+    while path and path not in units:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def torn_places(trace: Trace) -> set[int]:
@@ -303,13 +342,14 @@ def step_graph(
     seconds_of: Callable[[int], float],
     *,
     blocks: Collection[str],
+    units: Collection[str] = (),
     recording_seconds: float = 0.0,
 ) -> Graph:
     """Return the graph of a step, with the times of its operators."""
     kinds: dict[object, list[int]] = {}
     graphs: list[Graph] = []
     for number, trace in enumerate(traces):
-        graph = graph_of(trace, seconds_of, blocks=blocks)
+        graph = graph_of(trace, seconds_of, blocks=blocks, units=units)
         backward_seconds = sum(map(seconds_of, trace.backward_timings))
         graphs.append(
             replace(

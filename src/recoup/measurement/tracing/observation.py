@@ -15,6 +15,7 @@ from recoup.backend.memory.meters import MemoryMeter
 from recoup.backend.operators.timers import Timer
 from recoup.backend.state.model_state import listed
 from recoup.backend.state.trees import tensors
+from recoup.backend.training.sharded_units import unit_paths
 from recoup.core.callers import user_stacklevel
 from recoup.core.graph import Graph
 from recoup.core.restoring import removing, restoring
@@ -103,7 +104,11 @@ def observe(
         warning = BudgetWarning(_OWN_CHECKPOINTING.format(listed(outermost(paths))))
         warnings.warn(warning, stacklevel=user_stacklevel())
     graph = step_graph(
-        traces, clock.seconds, blocks=cuts, recording_seconds=recording_seconds
+        traces,
+        clock.seconds,
+        blocks=cuts,
+        units=unit_paths(step.model),
+        recording_seconds=recording_seconds,
     )
     return Observation(graph, cuts, sum(trace.model_calls for trace in traces))
 

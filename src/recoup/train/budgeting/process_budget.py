@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recoup.backend.compiler.recognition import is_sharded
+from recoup.backend.training.sharded_units import unit_paths
 from recoup.core.plan import Plan
 from recoup.core.segments import Action
 from recoup.core.units import parse_budget, print_bytes
@@ -33,8 +33,7 @@ Measure = Callable[[], int]
 
 def sharded_parts(model: nn.Module) -> list[nn.Module]:
     """Return the submodules of a model that `fully_shard` has sharded."""
-    parts = (part for part in model.modules() if part is not model)
-    return [part for part in parts if is_sharded(type(part))]
+    return [model.get_submodule(path) for path in unit_paths(model)]
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
