@@ -200,7 +200,7 @@ Place = tuple[int, int | None]
 
 
 @dataclass(slots=True)
-class Tape:
+class RecordedSteps:
     """Steps that ran with a graph, or traced.
 
     Attributes:

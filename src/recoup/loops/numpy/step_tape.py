@@ -18,11 +18,11 @@ from recoup.errors import CaptureError
 from recoup.loops.numpy.loop import NumpyRun
 from recoup.loops.numpy.machine import NumpyMachine, is_continuous
 from recoup.loops.state_trees import flatten, unflatten
-from recoup.loops.steps import Tape
+from recoup.loops.steps import RecordedSteps
 
 
 @dataclass(slots=True)
-class Record(Tape):
+class Record(RecordedSteps):
     """Steps that ran traced.
 
     Attributes:

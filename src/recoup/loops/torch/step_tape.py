@@ -15,12 +15,12 @@ from recoup.backend.memory.storages import (
     version_of,
 )
 from recoup.loops.state_trees import Structure, unflatten
-from recoup.loops.steps import Cotangents, KindError, LoopStep, Place, Tape
+from recoup.loops.steps import Cotangents, KindError, LoopStep, Place, RecordedSteps
 from recoup.loops.torch.captures import CapturedTensors, lost_gradient
 
 
 @dataclass(slots=True)
-class StepTape(Tape):
+class StepTape(RecordedSteps):
     """Steps that ran with a graph.
 
     Attributes:
