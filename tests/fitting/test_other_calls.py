@@ -474,6 +474,8 @@ def forward_jacobian(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     "transform", [sample_gradients, mapped, reverse_jacobian, forward_jacobian]
 )
+# torch 2.15 scripts its forward derivatives when they are first used.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 def test_a_call_inside_a_transform_runs_without_a_plan(
     transform, has_two_passes, compiled
 ):
