@@ -5,10 +5,12 @@ import pickle
 import threading
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
 from recoup import CheckpointProfiler
+from recoup.errors import BudgetWarning
 from tests.fitting.test_manager import added_bytes, limited, network, step
 
 
@@ -91,7 +93,11 @@ class TestContexts:
             assert added_bytes(model) <= inner.budget_bytes
         assert inner.planned_bytes
         with outer:
+            with pytest.warns(BudgetWarning, match="another Checkpoint") as caught:
+                step(model)
             step(model)
+        assert len(caught) == 1
+        assert caught[0].filename.endswith("test_manager.py"), "where it is called"
         assert not outer.planned_bytes
         inner.remove()
         with outer:
@@ -103,11 +109,28 @@ class TestContexts:
         model, first, second = network(), limited(1), limited(1)
         expected = step(model)
         first.apply(model)
-        with second:
+        with second, pytest.warns(BudgetWarning, match="another CheckpointManager"):
             assert all(map(torch.equal, expected, step(model)))
         assert (first.planned_bytes > 0) + (second.planned_bytes > 0) == 1
         first.remove()
         second.remove()
+
+    @pytest.mark.parametrize("copied", [False, True])
+    def test_the_next_manager_plans_for_a_model_whose_manager_is_gone(self, copied):
+        model = network()
+        expected = step(model)
+        with limited(2):
+            for _ in range(2):
+                step(model)
+        if copied:
+            model = copy.deepcopy(model)
+        for _ in range(2):
+            with limited(1) as manager:
+                for _ in range(3):
+                    assert all(map(torch.equal, expected, step(model)))
+                assert added_bytes(model) <= manager.budget_bytes
+            [planned] = manager.steps
+            assert planned.budget_bytes == manager.budget_bytes
 
     def test_a_model_is_not_kept_alive(self):
         model, manager = network(), limited(1)

@@ -197,6 +197,11 @@ class Applied:
         living = [handle for handle in self._handles if handle.hooks_dict_ref()]
         return {**vars(self), "_handles": living}
 
+    @property
+    def chooser(self) -> object:
+        """The object that chooses the plan of each call; None: the plan is fixed."""
+        return getattr(self._plan, "__self__", None)
+
     def remove(self) -> None:
         """Remove the plan from the model, restoring the model."""
         self._close_interrupted()

@@ -18,7 +18,7 @@ from recoup.backend.state.trees import tensors
 from recoup.core.callers import user_stacklevel
 from recoup.core.plan import Plan
 from recoup.core.units import print_bytes
-from recoup.engine.applied.applied_plan import Applied, Choice
+from recoup.engine.applied.applied_plan import Applied, Choice, plans_on
 from recoup.engine.applied.model_blocks import block_names
 from recoup.engine.applied.planned_runs import Cuts
 from recoup.engine.recording.active import Call
@@ -95,6 +95,13 @@ class Managed:
             return self.last, None
         return owner.begin_call(self, model, args, kwargs)
 
+    def move(self, model: nn.Module, owner: "Learner") -> None:
+        """Let another manager plan for the model, from the call on that begins now."""
+        if isinstance(self.key, int):
+            self.key = next(_KEYS)
+        self.last = None
+        self.owner, self.model = weakref.ref(owner), weakref.ref(model)
+
     def remove(self) -> None:
         """Remove the plan from the model."""
         self.applied.remove()
@@ -112,6 +119,14 @@ class Managed:
     def cancel(self) -> None:
         """End a call that was interrupted."""
         self.end(None, None)
+
+
+def managed_in(model: nn.Module) -> list[tuple[nn.Module, Managed]]:
+    """Return what managers plan for in a model: it, or parts of it."""
+    placed = [
+        (part, plan.chooser) for part in model.modules() for plan in plans_on(part)
+    ]
+    return [(part, each) for part, each in placed if isinstance(each, Managed)]
 
 
 @dataclass(eq=False)

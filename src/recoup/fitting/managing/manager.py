@@ -1,6 +1,7 @@
 """The manager: statistics of scopes, and automatic checkpointing within a budget."""
 
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup.backend.autograd.module_hooks import keywords_of_call
 from recoup.backend.autograd.saved_tensors import current_backward, records_gradients
-from recoup.engine.applied.applied_plan import plans_on
+from recoup.core.callers import user_stacklevel
+from recoup.engine.applied.applied_plan import plans_in
 from recoup.engine.recording.observers import Watched, subscribe, unsubscribe
 from recoup.engine.recording.region import Region
 from recoup.engine.scopes.checkpoint_node import (
@@ -29,8 +31,8 @@ from recoup.engine.scopes.checkpoint_node import (
 )
 from recoup.engine.scopes.scope import CheckpointScope
 from recoup.engine.scopes.statistics import Accounts, StatisticsTable
-from recoup.errors import UsageError
-from recoup.fitting.managing.learner import Learner, Managed
+from recoup.errors import BudgetWarning, UsageError
+from recoup.fitting.managing.learner import Learner, Managed, managed_in
 from recoup.fitting.managing.managed_steps import Limits, ManagedStep
 
 _MEBIBYTE = 1 << 20
@@ -58,7 +60,9 @@ class CheckpointManager:
 
     The context may be entered repeatedly, and on several threads. Models called on
     other threads run unchanged. Of nested managers on a thread the innermost chooses; a
-    model that one of them manages is ignored by the others.
+    model that one of them manages is ignored by the others. So is, with a warning, a
+    model that a manager elsewhere plans for until its `remove`. A model whose manager
+    no longer exists gets the next one.
 
     For a bound on all of a device's memory, checked on a real step, use `recoup.fit`.
 
@@ -109,6 +113,7 @@ class CheckpointManager:
         self.memory_threshold = memory_threshold
         self.max_recompute_ratio = max_recompute_ratio
         self._scopes: list[CheckpointScope] = []
+        self._told: set[object] = set()  # models that another manager plans for
         self._accounts = Accounts()
         self._lock = threading.Lock()
         self._managed: list[Managed] = []
@@ -439,11 +444,36 @@ class CheckpointManager:
         is_mine = depth == 1 and choosing and choosing[-1] is self
         if not is_mine or not records_gradients() or current_backward() != -1:
             return
-        if any(plans_on(part) for part in module.modules()):
+        if plans_in(module):
+            self._take_over(module)
             return
         managed = self._manage(module)
         # Its hooks are too late for the running call.
         managed.applied.begin(module, args, keywords_of_call())
+
+    def _take_over(self, model: nn.Module) -> None:
+        """Plan for a model, or for parts of it, whose managers are gone.
+
+        Their hooks stay: it is too late to replace them in the running call.
+
+        Warns:
+            BudgetWarning: Another manager, outside of this one, plans for the model.
+        """
+        around = [manager._learner for manager in _THREAD.managers]  # noqa: SLF001
+        for part, managed in managed_in(model):
+            learner = managed.owner()
+            if learner is None:
+                managed.move(part, self._learner)
+                self._add(managed)
+            elif learner not in around and managed.key not in self._told:
+                self._told.add(managed.key)
+                warning = BudgetWarning(
+                    f"expected a {type(part).__name__} without a plan inside "
+                    "`with manager:`, got one that another CheckpointManager plans "
+                    "for: that one's budget applies to it, not this one's. Call "
+                    "`remove` of the other manager first."
+                )
+                warnings.warn(warning, stacklevel=user_stacklevel())
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
@@ -452,6 +482,10 @@ class CheckpointManager:
 
     def _manage(self, model: nn.Module) -> Managed:
         managed = Managed(model, self._learner)
+        self._add(managed)
+        return managed
+
+    def _add(self, managed: Managed) -> None:
         with self._lock:
             alive = [each for each in self._managed if each.model() is not None]
             dead = {each.key for each in self._managed} - {each.key for each in alive}
@@ -461,7 +495,6 @@ class CheckpointManager:
                     _calling(weakref.WeakMethod(self._learner.optimizer_runs))
                 )
         self._learner.forget_models({key for key in dead if isinstance(key, int)})
-        return managed
 
 
 class _Decider:
