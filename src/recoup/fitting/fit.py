@@ -438,7 +438,7 @@ def _executors(
     """Return the executors to try, of which the fastest is used."""
     if compile != "auto":
         return (compile,)
-    # The recorder cannot see operators of compiled code; regions may span units.
+    # The recorder cannot see operators of compiled code. For units: as below.
     is_alone = is_compiled(model) or has_units_inside(model)
     return ("inductor", "exact") if is_alone else ("inductor", "exact", False)
 
@@ -541,7 +541,7 @@ def _fit_by(
     try:
         return compiled(blocks=blocks)
     except InfeasibleError as error:
-        # A region across sharded units would fail, and leave them gathered.
+        # Not tried for sharded units: regions beside compiled blocks.
         if not is_alone or has_units_inside(step.model):
             raise
         known = error
