@@ -24,7 +24,7 @@ demo: $(BASE) ## Train a small GPT plainly and with recoup, and compare them
 	$(RUN) -m recoup.cli.main demo --page build/demo.html $(ARGS)
 
 # Several processes where pytest-xdist is there; conftest.py says how many.
-PARALLEL = $$($(RUN) -c 'import xdist' 2>/dev/null && echo --dist worksteal -n auto)
+PARALLEL = $$($(RUN) -c 'import xdist' 2>/dev/null && echo --dist load -n auto)
 
 test: $(INTEGRATIONS) ## Run the tests (on a GPU too, if there is one)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(PARALLEL) $(ARGS)
